@@ -1,4 +1,4 @@
-//! What interrupts a cell, and what does not, with the built program, with and without a keeper.
+//! What interrupts a cell, and what does not, with the built program, with and without a daemon.
 //!
 //! A cancelled request interrupts its cell, on every transport. A connection that ends is a
 //! cancellation where the protocol says so: over stdio, and over HTTP since 2026-07-28. For older
@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use crate::http::client::{Raw, begin_legacy, initialize, legacy};
 use crate::stdio::control::Flag;
 use crate::support::server::{Era, MINIMAL, Server};
-use crate::support::service::{Keeper, SESSIONS_INSIDE, SESSIONS_KEPT, Service};
+use crate::support::service::{SESSIONS_INSIDE, SESSIONS_KEPT, Service, SessionDaemon};
 
 const CALLERS: &[(&str, &[&str])] = &[("alice", &["python:execute"])];
 
@@ -45,15 +45,15 @@ impl Workspace {
     }
 }
 
-fn stdio_server(workspace: &Workspace, keeper: &Keeper, era: Era, flags: &[&str]) -> Server {
-    let flags = [MINIMAL, &["--keeper", keeper.name()], flags].concat();
+fn stdio_server(workspace: &Workspace, daemon: &SessionDaemon, era: Era, flags: &[&str]) -> Server {
+    let flags = [MINIMAL, &["--daemon-name", daemon.name()], flags].concat();
     Server::start_in(era, &workspace.flags(&flags))
 }
 
 fn check_cancelled_over_stdio(flags: &[&str]) {
     for era in Era::BOTH {
-        let (keeper, workspace) = (Keeper::new(), Workspace::new());
-        let server = stdio_server(&workspace, &keeper, era, flags);
+        let (daemon, workspace) = (SessionDaemon::new(), Workspace::new());
+        let server = stdio_server(&workspace, &daemon, era, flags);
         let running = server.begin("execute_ipython_cell", workspace.cell());
         workspace.begun.wait();
         running.cancel();
@@ -73,15 +73,15 @@ fn a_request_that_is_cancelled_over_stdio_is_interrupted() {
 }
 
 #[test]
-fn a_request_that_is_cancelled_over_stdio_is_interrupted_with_a_keeper() {
+fn a_request_that_is_cancelled_over_stdio_is_interrupted_with_a_daemon() {
     check_cancelled_over_stdio(SESSIONS_KEPT);
 }
 
-/// Without a keeper the session ends with the server, see `leaks`.
+/// Without a daemon the session ends with the server, see `leaks`.
 #[test]
 fn a_client_that_leaves_over_stdio_has_its_cell_interrupted_and_its_session_stays() {
-    let (keeper, workspace) = (Keeper::new(), Workspace::new());
-    let start = || stdio_server(&workspace, &keeper, Era::Initialize, SESSIONS_KEPT);
+    let (daemon, workspace) = (SessionDaemon::new(), Workspace::new());
+    let start = || stdio_server(&workspace, &daemon, Era::Initialize, SESSIONS_KEPT);
     let server = start();
     drop(server.begin("execute_ipython_cell", workspace.cell()));
     workspace.begun.wait();
@@ -185,7 +185,7 @@ async fn a_broken_connection_of_an_older_client_leaves_its_cell_running() {
 }
 
 #[tokio::test]
-async fn a_broken_connection_of_an_older_client_leaves_its_cell_running_without_a_keeper() {
+async fn a_broken_connection_of_an_older_client_leaves_its_cell_running_without_a_daemon() {
     check_dropped_by_older_clients(SESSIONS_INSIDE).await;
 }
 
@@ -205,7 +205,7 @@ async fn a_cancelled_request_of_an_older_client_is_interrupted() {
 }
 
 #[tokio::test]
-async fn a_cancelled_request_of_an_older_client_is_interrupted_without_a_keeper() {
+async fn a_cancelled_request_of_an_older_client_is_interrupted_without_a_daemon() {
     check_cancelled_by_older_clients(SESSIONS_INSIDE).await;
 }
 
@@ -226,6 +226,6 @@ async fn a_closed_stream_of_a_newer_client_cancels_its_cell() {
 }
 
 #[tokio::test]
-async fn a_closed_stream_of_a_newer_client_cancels_its_cell_without_a_keeper() {
+async fn a_closed_stream_of_a_newer_client_cancels_its_cell_without_a_daemon() {
     check_dropped_by_newer_clients(SESSIONS_INSIDE).await;
 }

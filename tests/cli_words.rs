@@ -10,7 +10,7 @@ use std::process::{Child, Command, Stdio};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 
-use crate::support::server::{finished, patiently, program, program_below};
+use crate::support::server::{finished, program, program_below, with_timeout};
 use crate::support::{PROGRAM, skipped};
 
 /// The status of a program that SIGPIPE ended, as a shell tells it.
@@ -31,7 +31,7 @@ fn a_reader_that_is_gone_ends_a_command_quietly() {
         &["env", "show", "minimal"][..],
         &["env", "list"],
         &["packages", "list"],
-        &["keeper", "status"],
+        &["daemon", "status"],
         &["config", "show"],
         &["completions", "bash"],
         &["version"],
@@ -152,7 +152,7 @@ impl Unbuilt {
             .spawn()
             .unwrap();
         let begun = self.folder.path().join("begun");
-        patiently(move || fs::read(begun).unwrap());
+        with_timeout(move || fs::read(begun).unwrap());
         child
     }
 }
@@ -166,7 +166,7 @@ fn an_interruption_while_an_environment_is_built_is_told_as_such() {
         let unbuilt = Unbuilt::new();
         let child = unbuilt.begin(arguments);
         kill_process(Pid::from_child(&child), Signal::INT).unwrap();
-        let ended = patiently(move || child.wait_with_output().unwrap());
+        let ended = with_timeout(move || child.wait_with_output().unwrap());
         let errors = String::from_utf8_lossy(&ended.stderr).into_owned();
         assert_eq!(
             (ended.status.code(), ended.stdout.len()),
@@ -187,11 +187,54 @@ fn an_interruption_while_an_environment_is_built_is_told_as_such() {
 }
 
 #[test]
-fn stopping_a_keeper_that_is_not_there_fails() {
-    let (status, output, errors) = finished(program().args(["keeper", "stop", "nosuch"]));
+fn stopping_a_daemon_that_is_not_there_fails() {
+    let (status, output, errors) = finished(program().args(["daemon", "stop", "nosuch"]));
     assert_eq!((status, output.as_str()), (Some(2), ""));
     assert!(
-        errors.starts_with("cellblock: there is no keeper nosuch; "),
+        errors.starts_with("cellblock: there is no session daemon nosuch; "),
+        "{errors}"
+    );
+}
+
+#[test]
+fn former_names_work_and_are_warned_about_once() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("config.yaml");
+    fs::write(&file, "keeper: mine\n").unwrap();
+    let mut with_file = program();
+    with_file
+        .args(["daemon", "status", "--json", "--config"])
+        .arg(&file);
+    let mut with_variable = program();
+    with_variable
+        .args(["daemon", "status", "--json"])
+        .env("CELLBLOCK_KEEPER", "mine");
+    let mut with_command = program();
+    with_command.args(["keeper", "status", "--json"]);
+    for (mut command, name) in [
+        (with_file, "keeper is now called daemon_name;"),
+        (
+            with_variable,
+            "CELLBLOCK_KEEPER is now called CELLBLOCK_DAEMON_NAME;",
+        ),
+        (
+            with_command,
+            "cellblock keeper is now called cellblock daemon;",
+        ),
+    ] {
+        let (status, output, errors) = finished(&mut command);
+        assert_eq!(status, Some(0), "{errors}");
+        assert!(output.starts_with('['), "{output}");
+        assert!(errors.contains(name), "{errors}");
+        assert_eq!(errors.matches("is now called").count(), 1, "{errors}");
+    }
+    let (status, _, errors) = finished(program().args(["daemon", "status"])); // control
+    assert_eq!((status, errors.contains("is now called")), (Some(0), false));
+    let different = ["mcp", "--keeper", "a", "--daemon-name", "b"];
+    let (status, output, errors) = finished(program().args(different));
+    assert_eq!((status, output.as_str()), (Some(2), ""));
+    assert!(
+        errors.contains("--keeper is the former name of --daemon-name"),
         "{errors}"
     );
 }

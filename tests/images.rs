@@ -10,7 +10,7 @@ use serde_json::Value;
 
 use crate::support::containers::{self, IMAGE, TestEngine};
 use crate::support::native::run;
-use crate::support::server::{PATIENCE, finished, program_below};
+use crate::support::server::{TEST_TIMEOUT, finished, program_below};
 use crate::support::{data_folder, skipped};
 
 /// Small packages of nothing but Python, which nothing else in the image needs.
@@ -425,6 +425,6 @@ fn a_build_that_is_cancelled_leaves_no_container_and_no_image() {
 fn until(what: &str, is_so: impl Fn() -> bool) {
     let begun = Instant::now();
     while !is_so() {
-        assert!(begun.elapsed() < PATIENCE, "{what}");
+        assert!(begun.elapsed() < TEST_TIMEOUT, "{what}");
     }
 }

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use rustix::process::{Pid, PidfdFlags, Signal};
 use serde_json::json;
 
-use crate::support::server::{Era, MINIMAL, PATIENCE, Server, patiently, program};
+use crate::support::server::{Era, MINIMAL, Server, TEST_TIMEOUT, program, with_timeout};
 use crate::support::{ends_within, is_root, signal, stop};
 
 /// A server with all it could leave behind, and the places where that would be found.
@@ -70,7 +70,7 @@ impl Scene {
                 .success()
         );
         drop(busy.begin("open('begun', 'w').close()\nwhile True: pass", json!({})));
-        patiently(move || fs::read(fifo).unwrap());
+        with_timeout(move || fs::read(fifo).unwrap());
         // The sessions are not closed: ending the server must be enough.
         std::mem::forget(one);
         std::mem::forget(busy);
@@ -130,7 +130,7 @@ impl Scene {
 
     #[track_caller]
     fn assert_processes_end(&self) {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TEST_TIMEOUT;
         for (id, name, handle) in &self.processes {
             let left = deadline.saturating_duration_since(Instant::now());
             assert!(
@@ -144,7 +144,7 @@ impl Scene {
     fn assert_groups_gone(&self) {
         // Another test's server that starts at this moment may find the dead server's entry first,
         // and end the guardian while it removes them itself.
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TEST_TIMEOUT;
         while self.groups.iter().any(|group| group.exists()) {
             let left: Vec<_> = self.groups.iter().filter(|group| group.exists()).collect();
             assert!(Instant::now() < deadline, "control groups stay: {left:?}");

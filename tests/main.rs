@@ -7,7 +7,7 @@
 //! `auth` meets a real issuer of tokens; `branching` copies sessions; `faults` takes processes and
 //! resources away under a server; `network` reaches out of them, with `secrets` in its hands;
 //! `order` sends calls without waiting;
-//! `stdio`, `cli`, `cli_words`, `audit`, `keeper`, `leaks`, `images` and `profiles` use the built
+//! `stdio`, `cli`, `cli_words`, `audit`, `daemon`, `leaks`, `images` and `profiles` use the built
 //! program as its users do; `upstream` has sessions call tools of another MCP server; `clients` and
 //! `conformance` are other people's programs; `tidy` reads the tree; `release` shows
 //! what release builds lack.
@@ -28,11 +28,11 @@ mod clients;
 mod conformance;
 mod containers;
 mod contract;
+mod daemon;
 mod expectations;
 mod faults;
 mod http;
 mod images;
-mod keeper;
 mod leaks;
 mod network;
 mod order;

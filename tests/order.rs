@@ -2,7 +2,7 @@
 //!
 //! That holds over stdio and on one HTTP connection: for HTTP/2, whose requests are under way at
 //! the same time, and for HTTP/1.1, which answers one request after the other. It holds with and
-//! without a keeper, and for calls that bring rules of their own. Requests on different connections
+//! without a daemon, and for calls that bring rules of their own. Requests on different connections
 //! have no order.
 
 use std::convert::Infallible;
@@ -22,7 +22,7 @@ use tokio::sync::oneshot;
 
 use crate::http::client::{Raw, call, head};
 use crate::support::server::{MINIMAL, Server};
-use crate::support::service::{Keeper, SESSIONS_INSIDE, SESSIONS_KEPT, Service};
+use crate::support::service::{SESSIONS_INSIDE, SESSIONS_KEPT, Service, SessionDaemon};
 
 const CALLS: usize = 200;
 /// A session lets 64 calls wait and refuses further ones, so at least as many run.
@@ -185,10 +185,10 @@ async fn pipelined(service: &Service, cells: &[Value]) -> Vec<Value> {
 async fn check_order(transport: Transport, flags: &[&str], rules: Rules) {
     let folder = tempfile::tempdir().unwrap();
     // Declared before the client, so that it is dropped after it.
-    let keeper = Keeper::new();
+    let daemon = SessionDaemon::new();
     let client = match transport {
         Transport::Stdio => Client::Stdio(Server::start(
-            &[MINIMAL, &["--keeper", keeper.name()], flags].concat(),
+            &[MINIMAL, &["--daemon-name", daemon.name()], flags].concat(),
         )),
         // Calls run one by one here, so that all of them run. Checkpoints would take most of the
         // time.
@@ -237,22 +237,22 @@ macro_rules! ways {
 }
 
 ways! {
-    calls_over_stdio_run_in_order_without_a_keeper: Stdio, SESSIONS_INSIDE, Nowhere;
-    calls_over_stdio_run_in_order_without_a_keeper_when_some_have_rules:
+    calls_over_stdio_run_in_order_without_a_daemon: Stdio, SESSIONS_INSIDE, Nowhere;
+    calls_over_stdio_run_in_order_without_a_daemon_when_some_have_rules:
         Stdio, SESSIONS_INSIDE, EverySecondCall;
-    calls_over_stdio_run_in_order_with_a_keeper: Stdio, SESSIONS_KEPT, Nowhere;
-    calls_over_stdio_run_in_order_with_a_keeper_when_some_have_rules:
+    calls_over_stdio_run_in_order_with_a_daemon: Stdio, SESSIONS_KEPT, Nowhere;
+    calls_over_stdio_run_in_order_with_a_daemon_when_some_have_rules:
         Stdio, SESSIONS_KEPT, EverySecondCall;
-    calls_over_http1_run_in_order_without_a_keeper: Http1, SESSIONS_INSIDE, Nowhere;
-    calls_over_http1_run_in_order_without_a_keeper_when_some_have_rules:
+    calls_over_http1_run_in_order_without_a_daemon: Http1, SESSIONS_INSIDE, Nowhere;
+    calls_over_http1_run_in_order_without_a_daemon_when_some_have_rules:
         Http1, SESSIONS_INSIDE, EverySecondCall;
-    calls_over_http1_run_in_order_with_a_keeper: Http1, &[], Nowhere;
-    calls_over_http1_run_in_order_with_a_keeper_when_some_have_rules: Http1, &[], EverySecondCall;
-    calls_over_http2_run_in_order_without_a_keeper: Http2, SESSIONS_INSIDE, Nowhere;
-    calls_over_http2_run_in_order_without_a_keeper_when_some_have_rules:
+    calls_over_http1_run_in_order_with_a_daemon: Http1, &[], Nowhere;
+    calls_over_http1_run_in_order_with_a_daemon_when_some_have_rules: Http1, &[], EverySecondCall;
+    calls_over_http2_run_in_order_without_a_daemon: Http2, SESSIONS_INSIDE, Nowhere;
+    calls_over_http2_run_in_order_without_a_daemon_when_some_have_rules:
         Http2, SESSIONS_INSIDE, EverySecondCall;
-    calls_over_http2_run_in_order_with_a_keeper: Http2, &[], Nowhere;
-    calls_over_http2_run_in_order_with_a_keeper_when_some_have_rules: Http2, &[], EverySecondCall;
+    calls_over_http2_run_in_order_with_a_daemon: Http2, &[], Nowhere;
+    calls_over_http2_run_in_order_with_a_daemon_when_some_have_rules: Http2, &[], EverySecondCall;
 }
 
 fn check_ran(answer: &Value) {

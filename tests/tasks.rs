@@ -1,4 +1,4 @@
-//! Cells as MCP tasks, with the built program, with and without a keeper.
+//! Cells as MCP tasks, with the built program, with and without a daemon.
 
 use std::fs;
 use std::path::Path;
@@ -8,26 +8,26 @@ use cellblock::audit::Digest;
 use serde_json::{Value, json};
 
 use crate::stdio::control::Flag;
-use crate::support::server::{CAPABILITIES, Era, MINIMAL, PATIENCE, Pending, Server};
-use crate::support::service::{Keeper, SESSIONS_INSIDE, SESSIONS_KEPT};
+use crate::support::server::{CAPABILITIES, Era, MINIMAL, Pending, Server, TEST_TIMEOUT};
+use crate::support::service::{SESSIONS_INSIDE, SESSIONS_KEPT, SessionDaemon};
 
 /// A server whose client knows tasks, and a folder with its workspace and its audit log.
 struct Scene {
     server: Server,
     folder: tempfile::TempDir,
     // Dropped after the server.
-    _keeper: Keeper,
+    _daemon: SessionDaemon,
 }
 
 impl Scene {
     fn new(flags: &[&str]) -> Scene {
-        let (keeper, folder) = (Keeper::new(), tempfile::tempdir().unwrap());
+        let (daemon, folder) = (SessionDaemon::new(), tempfile::tempdir().unwrap());
         // Sessions must not reach the log.
         let (workspace, log) = (folder.path().join("workspace"), folder.path().join("log"));
         fs::create_dir(&workspace).unwrap();
         let more = [
-            "--keeper",
-            keeper.name(),
+            "--daemon-name",
+            daemon.name(),
             "--workspace",
             workspace.to_str().unwrap(),
             "--audit-file",
@@ -37,7 +37,7 @@ impl Scene {
         Scene {
             server,
             folder,
-            _keeper: keeper,
+            _daemon: daemon,
         }
     }
 
@@ -61,7 +61,7 @@ impl Scene {
 
     /// Follows a task until it has ended.
     fn ended(&self, task: &str) -> Value {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TEST_TIMEOUT;
         loop {
             let mut told = self.begin("tasks/get", json!({"taskId": task})).answer();
             assert!(told["error"].is_null(), "{told}");
@@ -140,7 +140,7 @@ fn tasks_collected_in_reverse_order_are_recorded_with_their_own_code() {
 }
 
 #[test]
-fn tasks_collected_in_reverse_order_are_recorded_with_their_own_code_with_a_keeper() {
+fn tasks_collected_in_reverse_order_are_recorded_with_their_own_code_with_a_daemon() {
     check_digests(SESSIONS_KEPT);
 }
 
@@ -168,6 +168,6 @@ fn a_cancelled_task_is_interrupted_or_does_not_begin() {
 }
 
 #[test]
-fn a_cancelled_task_is_interrupted_or_does_not_begin_with_a_keeper() {
+fn a_cancelled_task_is_interrupted_or_does_not_begin_with_a_daemon() {
     check_cancelled(SESSIONS_KEPT);
 }

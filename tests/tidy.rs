@@ -280,7 +280,7 @@ fn rooms_depend_on_each_other_in_one_direction() {
             &[
                 "crate::mcp",
                 "crate::app::",
-                "crate::keeper",
+                "crate::daemon",
                 "crate::http",
                 "crate::packages",
                 "crate::config",
@@ -290,7 +290,7 @@ fn rooms_depend_on_each_other_in_one_direction() {
             "src/session/",
             &[
                 "crate::mcp",
-                "crate::keeper",
+                "crate::daemon",
                 "crate::http",
                 "crate::app::",
                 "crate::packages",
@@ -359,7 +359,7 @@ fn rooms_depend_on_each_other_in_one_direction() {
             ],
         ),
         (
-            "src/keeper/",
+            "src/daemon/",
             &[
                 "crate::mcp",
                 "crate::app::",
@@ -594,7 +594,7 @@ fn commands_in_documents_exist() {
             let mut path: Vec<&str> = words.by_ref().take(1).collect();
             if matches!(
                 path[..],
-                ["env"] | ["audit"] | ["config"] | ["image"] | ["key"] | ["keeper"] | ["packages"]
+                ["env"] | ["audit"] | ["config"] | ["image"] | ["key"] | ["daemon"] | ["packages"]
             ) {
                 path.extend(words.by_ref().take(1));
             }

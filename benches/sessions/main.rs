@@ -80,7 +80,7 @@ const ROWS: [(&str, Row); 29] = [
     ("initialize", process_start_to_initialize),
     ("new-session", new_session_to_first_result),
     ("cell", cell_round_trip),
-    ("keeper", cost_of_a_keeper),
+    ("daemon", cost_of_a_daemon),
     ("run", one_shot_run),
     ("idle-memory", memory_of_an_idle_session),
     ("throughput", sessions_in_a_row),
@@ -298,11 +298,11 @@ fn cell_round_trip(peers: &Peers) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn cost_of_a_keeper(_: &Peers) -> anyhow::Result<()> {
-    println!("\nthe cell `1` in a session of the server itself, and in one that a keeper keeps");
+fn cost_of_a_daemon(_: &Peers) -> anyhow::Result<()> {
+    println!("\nthe cell `1` in a session of the server itself, and in one that a daemon keeps");
     let start = |keep: &str| {
         let mut command = cellblock("mcp");
-        command.args(["--keep-sessions", keep, "--keeper", "benchmark"]);
+        command.args(["--keep-sessions", keep, "--daemon-name", "benchmark"]);
         let (mut server, _) = Server::start(command)?;
         server.execute("default", "pass")?;
         server.wait_until_idle();
@@ -312,7 +312,7 @@ fn cost_of_a_keeper(_: &Peers) -> anyhow::Result<()> {
     let cell = |server: &mut Server| server.execute("default", "1").map(|(_, elapsed)| elapsed);
     let [own, kept] = in_turn(CELLS, || cell(&mut own), || cell(&mut kept))?;
     report("in the server", &own, None);
-    report("in a keeper", &kept, None);
+    report("in a daemon", &kept, None);
     let added = kept.median().saturating_sub(own.median());
     target(
         "added, median",
@@ -320,7 +320,7 @@ fn cost_of_a_keeper(_: &Peers) -> anyhow::Result<()> {
         "≤ 0.15 ms",
         added <= Duration::from_micros(150),
     );
-    cellblock("keeper")
+    cellblock("daemon")
         .args(["stop", "benchmark", "--now"])
         .stdout(Stdio::null())
         .status()?;

@@ -156,15 +156,15 @@ pub(crate) fn memory_of_idle_clients(_: &Peers) -> anyhow::Result<()> {
             );
             idle.push(client);
         }
-        let (front, keeper) = (
+        let (frontend, daemon) = (
             service.memory(service.child.id()),
-            service.keeper().map(|pid| service.memory(pid)),
+            service.daemon().map(|pid| service.memory(pid)),
         );
-        let sum = front + keeper.unwrap_or(0);
+        let sum = frontend + daemon.unwrap_or(0);
         println!(
-            "    front {} MiB, keeper {} MiB",
-            front / MIB,
-            keeper.unwrap_or(0) / MIB
+            "    frontend {} MiB, daemon {} MiB",
+            frontend / MIB,
+            daemon.unwrap_or(0) / MIB
         );
         target(
             "together",
@@ -351,10 +351,10 @@ async fn sums(address: SocketAddr, all: Arc<Barrier>) -> anyhow::Result<Vec<Dura
     Ok(times)
 }
 
-/// A running `cellblock serve`. Dropping it ends it, and its keeper.
+/// A running `cellblock serve`. Dropping it ends it, and its daemon.
 struct Service {
     child: Child,
-    keeper: String,
+    daemon: String,
     address: SocketAddr,
     /// That of development mode; empty in others.
     token: String,
@@ -369,14 +369,14 @@ impl Service {
     }
 
     fn run(mut command: Command, keep_sessions: &str) -> anyhow::Result<Service> {
-        // Another keeper of this user is none of our business.
-        let keeper = format!("bench-{}-{keep_sessions}", std::process::id());
+        // Another daemon of this user is none of our business.
+        let daemon = format!("bench-{}-{keep_sessions}", std::process::id());
         let is_development = !command
             .get_envs()
             .any(|(name, _)| name == "CELLBLOCK_CONFIG");
         command
             .args(["--keep-sessions", keep_sessions])
-            .env("CELLBLOCK_KEEPER", &keeper);
+            .env("CELLBLOCK_DAEMON_NAME", &daemon);
         let (child, address, mut log) = serving::start(command)?;
         let mut token = String::new();
         if is_development {
@@ -389,22 +389,22 @@ impl Service {
         std::thread::spawn(move || log.for_each(drop));
         Ok(Service {
             child,
-            keeper,
+            daemon,
             address,
             token,
         })
     }
 
     /// The process that keeps the sessions.
-    fn keeper(&self) -> Option<u32> {
-        let output = cellblock("keeper")
+    fn daemon(&self) -> Option<u32> {
+        let output = cellblock("daemon")
             .args(["status", "--json"])
             .output()
             .ok()?;
-        let keepers: Vec<serde_json::Value> = serde_json::from_slice(&output.stdout).ok()?;
-        let own = keepers
+        let daemons: Vec<serde_json::Value> = serde_json::from_slice(&output.stdout).ok()?;
+        let own = daemons
             .into_iter()
-            .find(|keeper| keeper["name"] == self.keeper.as_str())?;
+            .find(|daemon| daemon["name"] == self.daemon.as_str())?;
         own["process"].as_u64()?.try_into().ok()
     }
 
@@ -417,8 +417,8 @@ impl Drop for Service {
     fn drop(&mut self) {
         let _ = kill_process(Pid::from_child(&self.child), Signal::TERM);
         let _ = self.child.wait();
-        let _ = cellblock("keeper")
-            .args(["stop", "--now", &self.keeper])
+        let _ = cellblock("daemon")
+            .args(["stop", "--now", &self.daemon])
             .output();
     }
 }

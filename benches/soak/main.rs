@@ -138,7 +138,7 @@ async fn soak(settings: &Settings) -> anyhow::Result<bool> {
         .await?
         .work(Instant::now(), &tally)
         .await?;
-    let places = Places::of(service.process_id(), service.keeper()?, service.folder());
+    let places = Places::of(service.process_id(), service.daemon()?, service.folder());
     let start = settled(&places, None).await;
 
     let (begun, mut running) = (Instant::now(), JoinSet::new());
@@ -300,7 +300,7 @@ fn print_end(start: &Look, end: &Look) -> bool {
     !more.is_empty()
 }
 
-/// Prints what the server has left behind; it ends its keeper by itself.
+/// Prints what the server has left behind; it ends its daemon by itself.
 async fn print_left(places: &Places, service: &Service, noted: &BTreeMap<u32, String>) -> bool {
     let deadline = Instant::now() + SETTLING;
     loop {

@@ -6,7 +6,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// The processes of the server that last as long as it does.
-pub(crate) const LASTING: [&str; 4] = ["front", "keeper", "guardian", "warden"];
+pub(crate) const LASTING: [&str; 4] = ["frontend", "daemon", "guardian", "warden"];
 
 /// What one of them holds.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
@@ -48,8 +48,8 @@ impl Look {
 
 /// Where to look.
 pub(crate) struct Places {
-    front: u32,
-    keeper: u32,
+    frontend: u32,
+    daemon: u32,
     folder: String,
     /// The control groups that hold those of all sandboxes.
     groups: BTreeSet<PathBuf>,
@@ -57,15 +57,15 @@ pub(crate) struct Places {
 
 impl Places {
     /// Finds the places of a server that has begun to make sandboxes.
-    pub(crate) fn of(front: u32, keeper: u32, folder: &Path) -> Places {
+    pub(crate) fn of(frontend: u32, daemon: u32, folder: &Path) -> Places {
         let mut groups = BTreeSet::new();
-        for pid in descendants(keeper).keys() {
+        for pid in descendants(daemon).keys() {
             let membership = fs::read_to_string(format!("/proc/{pid}/cgroup")).unwrap_or_default();
             groups.extend(membership.lines().filter_map(top_group));
         }
         Places {
-            front,
-            keeper,
+            frontend,
+            daemon,
             folder: folder.display().to_string(),
             groups,
         }
@@ -73,8 +73,8 @@ impl Places {
 
     /// All processes of the server, with their names.
     pub(crate) fn processes(&self) -> BTreeMap<u32, String> {
-        let mut found = descendants(self.front);
-        found.extend(descendants(self.keeper));
+        let mut found = descendants(self.frontend);
+        found.extend(descendants(self.daemon));
         found
     }
 
@@ -88,8 +88,8 @@ impl Places {
         };
         let warden = named("cb-warden");
         let lasting = [
-            Some(self.front),
-            Some(self.keeper),
+            Some(self.frontend),
+            Some(self.daemon),
             named("cb-guardian"),
             warden,
         ];

@@ -1,4 +1,4 @@
-//! The server under test: `cellblock serve` as it is by default, with a keeper, undo, an audit log
+//! The server under test: `cellblock serve` as it is by default, with a daemon, undo, an audit log
 //! and some callers.
 
 use std::fs;
@@ -27,7 +27,7 @@ pub(crate) struct Service {
     pub(crate) address: SocketAddr,
     pub(crate) keys: Vec<String>,
     folder: TempDir,
-    keeper: String,
+    daemon: String,
 }
 
 impl Service {
@@ -51,9 +51,9 @@ impl Service {
             keys.push(key);
         }
         fs::write(folder.path().join("config.yaml"), settings)?;
-        let keeper = format!("soak-{}", std::process::id());
+        let daemon = format!("soak-{}", std::process::id());
         let mut command = in_folder(cellblock("serve"), folder.path());
-        command.args(["--environment", "minimal", "--keeper", &keeper]);
+        command.args(["--environment", "minimal", "--daemon-name", &daemon]);
         command.args([
             "--max-wait",
             MAX_WAIT,
@@ -83,7 +83,7 @@ impl Service {
             address,
             keys,
             folder,
-            keeper,
+            daemon,
         })
     }
 
@@ -97,18 +97,18 @@ impl Service {
     }
 
     /// The process that keeps the sessions.
-    pub(crate) fn keeper(&self) -> anyhow::Result<u32> {
-        let output = in_folder(cellblock("keeper"), self.folder.path())
+    pub(crate) fn daemon(&self) -> anyhow::Result<u32> {
+        let output = in_folder(cellblock("daemon"), self.folder.path())
             .args(["status", "--json"])
             .output()?;
-        let keepers: Vec<Value> = serde_json::from_slice(&output.stdout)?;
-        let own = keepers
+        let daemons: Vec<Value> = serde_json::from_slice(&output.stdout)?;
+        let own = daemons
             .iter()
-            .find(|keeper| keeper["name"] == self.keeper.as_str())
-            .context("no keeper")?;
+            .find(|daemon| daemon["name"] == self.daemon.as_str())
+            .context("no daemon")?;
         Ok(own["process"]
             .as_u64()
-            .context("a keeper is a process")?
+            .context("a daemon is a process")?
             .try_into()?)
     }
 
@@ -158,8 +158,8 @@ impl Drop for Service {
             let _ = kill_process(Pid::from_child(&self.child), Signal::TERM);
             let _ = self.child.wait();
         }
-        let _ = in_folder(cellblock("keeper"), self.folder.path())
-            .args(["stop", "--now", &self.keeper])
+        let _ = in_folder(cellblock("daemon"), self.folder.path())
+            .args(["stop", "--now", &self.daemon])
             .output();
     }
 }

@@ -201,7 +201,7 @@ impl CgroupTree {
 
     /// Creates the folder below the unit of this process, which is delegated.
     pub fn make_in_unit(unit: &Unit, name: &str, guardian: u32) -> Result<CgroupTree, String> {
-        // A session daemon (`keeper`) is started by a server that stays in the same scope. In a
+        // A session daemon (`daemon`) is started by a server that stays in the same scope. In a
         // service that server must stay where systemd puts it: a group that enables controllers for
         // its children accepts no process, so the service could not be restarted while sessions are
         // kept.

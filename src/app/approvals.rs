@@ -34,7 +34,7 @@ pub(super) fn approvals(settings: &Settings) -> anyhow::Result<Approvals> {
 
 /// Returns the approval settings.
 pub(super) fn setup(settings: &Settings) -> ApprovalSetup {
-    let config::Approvals {
+    let config::ApprovalSettings {
         policy,
         remember,
         timeout,

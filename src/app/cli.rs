@@ -18,8 +18,8 @@ use clap_complete::Shell;
 use crate::audit::Kind;
 use crate::audit::verify::Noted;
 use crate::auth::Scope;
-use crate::config::{Commands, Flags, Key, Values};
-use crate::keeper::KeeperName;
+use crate::config::{Commands, FORMER_NAME_ENDS, Flags, Key, Values};
+use crate::daemon::DaemonName;
 use crate::sandbox::LayerKind;
 
 /// Runs untrusted Python in fresh, locked-down Linux sandboxes.
@@ -42,6 +42,9 @@ pub(super) struct Arguments {
     /// All settings among the flags, as they were written.
     #[arg(skip)]
     pub flags: Flags,
+    /// A warning about a command that was written under its former name.
+    #[arg(skip)]
+    pub former_name: Option<String>,
 }
 
 impl Arguments {
@@ -69,7 +72,19 @@ impl Arguments {
         if let Command::Mcp(other) = &arguments.command {
             flags = flags.single(Key::LogLevel, other.debug.then(|| "debug".to_owned()));
         }
+        let (command, former_name) = match arguments.command {
+            // A server of an earlier version starts its daemon by the former name.
+            Command::Keeper(hold @ DaemonCommand::Hold) => (Command::Daemon(hold), None),
+            Command::Keeper(command) => {
+                let warning =
+                    format!("cellblock keeper is now called cellblock daemon; {FORMER_NAME_ENDS}");
+                (Command::Daemon(command), Some(warning))
+            }
+            command => (command, None),
+        };
         Ok(Arguments {
+            command,
+            former_name,
             flags: flags.as_typed(&typed),
             ..arguments
         })
@@ -114,7 +129,23 @@ fn settings_of(commands: &[Commands]) -> impl Iterator<Item = Arg> {
             let flag = key.row().flag.as_ref();
             flag.is_some_and(|flag| commands.contains(&flag.commands))
         })
-        .filter_map(argument)
+        .flat_map(|key| argument(key).into_iter().chain(former_arguments(key)))
+}
+
+/// Returns the hidden flags of a setting from earlier releases.
+fn former_arguments(key: Key) -> impl Iterator<Item = Arg> {
+    let row = key.row();
+    let flags = row.former.iter().filter_map(|former| former.flag);
+    flags.map(move |flag| {
+        let action = match row.is_list() {
+            true => ArgAction::Append,
+            false => ArgAction::Set,
+        };
+        Arg::new(flag)
+            .long(without_dashes(flag))
+            .action(action)
+            .hide(true)
+    })
 }
 
 fn argument(key: Key) -> Option<Arg> {
@@ -157,16 +188,16 @@ fn written_settings(matches: &ArgMatches) -> Flags {
     }
     let mut flags = Flags::default();
     for key in Key::all() {
-        let name = match &key.row().flag {
-            Some(flag) if command.try_contains_id(flag.name).ok() == Some(true) => flag.name,
-            _ => continue,
-        };
-        let mut values = command.get_many::<String>(name).into_iter().flatten();
-        flags = if key.row().is_list() {
-            flags.repeated(key, values.cloned().collect())
-        } else {
-            flags.single(key, values.next().cloned())
-        };
+        let row = key.row();
+        let own = row.flag.iter().map(|flag| flag.name);
+        let former = row.former.iter().filter_map(|former| former.flag);
+        for name in own.chain(former) {
+            if command.try_contains_id(name).ok() != Some(true) {
+                continue;
+            }
+            let values = command.get_many::<String>(name).into_iter().flatten();
+            flags = flags.given_as(key, name, values.cloned().collect());
+        }
     }
     flags
 }
@@ -269,9 +300,12 @@ pub(super) enum Command {
     /// Make API keys for callers that cannot get tokens
     #[command(subcommand, arg_required_else_help = true)]
     Key(KeyCommand),
-    /// Show and stop the processes that keep sessions while their server restarts
+    /// Show and stop the session daemons, which keep sessions while their server restarts
     #[command(subcommand, arg_required_else_help = true)]
-    Keeper(KeeperCommand),
+    Daemon(DaemonCommand),
+    /// The former name of "daemon"
+    #[command(subcommand, arg_required_else_help = true, hide = true)]
+    Keeper(DaemonCommand),
     /// Check the configuration, or show all settings and where each was written
     #[command(subcommand, arg_required_else_help = true)]
     Config(ConfigCommand),
@@ -354,18 +388,18 @@ pub(super) struct IpyboxCleanupArguments {
 }
 
 #[derive(Subcommand)]
-pub(super) enum KeeperCommand {
-    /// List the keepers of this user: process, age, sessions, version
+pub(super) enum DaemonCommand {
+    /// List the session daemons of this user: process, age, sessions, version
     Status {
         /// Print the list as JSON
         #[arg(long)]
         json: bool,
     },
-    /// End a keeper and all its sessions, unless code is running in one
+    /// End a session daemon and all its sessions, unless code is running in one
     Stop {
-        /// The keeper's name
+        /// The daemon's name
         #[arg(default_value = "serve")]
-        name: KeeperName,
+        name: DaemonName,
         /// Also when code is running, which is interrupted
         #[arg(long)]
         now: bool,
@@ -949,11 +983,13 @@ mod tests {
             &["env", "build", "science", "--locked", "science.lock"],
             &["env", "show", "science"],
             &["env", "remove", "science"],
-            &["mcp", "--keep-sessions", "on", "--keeper", "mine"],
-            &["keeper", "status", "--json"],
-            &["keeper", "stop"],
+            &["mcp", "--keep-sessions", "on", "--daemon-name", "mine"],
+            &["daemon", "status", "--json"],
+            &["daemon", "stop"],
+            &["daemon", "stop", "mcp", "--now"],
+            &["daemon", "hold"],
             &["keeper", "stop", "mcp", "--now"],
-            &["keeper", "hold"],
+            &["mcp", "--keeper", "mine"],
             &["key", "new", "ci"],
             &[
                 "key",
@@ -1040,8 +1076,8 @@ mod tests {
             &["audit", "show", "a.jsonl", "--kind", "everything"],
             &["run", "-c", "1", "--undo", "on"],
             &["run", "-c", "1", "--keep-sessions", "on"],
-            &["keeper"],
-            &["keeper", "stop", "../x"],
+            &["daemon"],
+            &["daemon", "stop", "../x"],
             &["key", "new"],
             &["key", "new", "ci", "--scope", "everything"],
             &["mcp", "--debug", "--log-level", "info"],
@@ -1110,7 +1146,7 @@ mod tests {
         for (word, meant) in [
             ("docter", "'doctor'"),
             ("serv", "'serve'"),
-            ("kepeer", "'keeper'"),
+            ("deamon", "'daemon'"),
             ("environment", "'env'"),
             ("completion", "'completions'"),
             ("Run", "'run'"),
@@ -1120,7 +1156,7 @@ mod tests {
         for word in ["repl", "shell", "uninstall", "upgrade", "fly", "ls"] {
             assert_eq!(hint(word), None, "{word}");
         }
-        let nested = parse(&["keeper", "stauts"]).err().unwrap().to_string();
+        let nested = parse(&["daemon", "stauts"]).err().unwrap().to_string();
         assert!(nested.contains("'status'"), "{nested}");
     }
 
@@ -1130,7 +1166,9 @@ mod tests {
             let Some(flag) = &key.row().flag else {
                 continue;
             };
-            for name in [Some(flag.name), flag.alias].into_iter().flatten() {
+            let former = key.row().former.iter().map(|former| former.flag);
+            let names = [Some(flag.name), flag.alias].into_iter().chain(former);
+            for name in names.flatten() {
                 let written = parse(&["serve", name, "x"]).unwrap().flags;
                 assert_eq!(written.keys(), [key], "{name}");
                 let shown = parse(&["config", "show", name, "x"]).unwrap().flags;
@@ -1146,6 +1184,23 @@ mod tests {
             [Key::LogLevel]
         );
         assert!(parse(&["mcp"]).unwrap().flags.keys().is_empty()); // control
+    }
+
+    #[test]
+    fn the_former_name_of_a_command_works_with_a_warning() {
+        let parsed = |line: &[&str]| {
+            let arguments = parse(line).unwrap();
+            let is_daemon = matches!(arguments.command, Command::Daemon(_));
+            (is_daemon, arguments.former_name)
+        };
+        let warning = "cellblock keeper is now called cellblock daemon; the former name works in \
+                       this release only";
+        let warned = (true, Some(warning.to_owned()));
+        assert_eq!(parsed(&["keeper", "status"]), warned);
+        assert_eq!(parsed(&["keeper", "stop", "mcp", "--now"]), warned);
+        // Only servers of an earlier version do this.
+        assert_eq!(parsed(&["keeper", "hold"]), (true, None));
+        assert_eq!(parsed(&["daemon", "stop", "keeper"]), (true, None)); // control
     }
 
     #[test]

@@ -9,10 +9,10 @@ use async_trait::async_trait;
 use cellblock_jail::wire::Bind;
 use tokio::sync::watch;
 
-use super::network::WayOut;
-use super::packages::Packages;
-use super::{Warmth, approvals, programs};
-use crate::config::{Containers, Settings};
+use super::network::EgressSetup;
+use super::packages::PackageInstaller;
+use super::{StartMode, approvals, programs};
+use crate::config::{ContainerChoice, Settings};
 use crate::environment::supplies;
 use crate::sandbox::container::{
     BundledFiles, ContainerBackend, ContainerBind, ContainerNetwork, ContainerPackages,
@@ -23,9 +23,9 @@ use crate::sandbox::{Backend, Preparation, SandboxNetwork};
 /// Starts the container backend.
 pub(super) fn backend(
     settings: &Settings,
-    choice: &Containers,
-    warmth: Warmth,
-    packages: Option<&Packages>,
+    choice: &ContainerChoice,
+    mode: StartMode,
+    packages: Option<&PackageInstaller>,
 ) -> anyhow::Result<Arc<dyn Backend>> {
     let preparation = watch::Sender::new(Preparation::Working {
         step: "preparing containers".to_owned(),
@@ -41,16 +41,17 @@ pub(super) fn backend(
         BTreeSet::new()
     };
     let index_ports = packages
-        .map(|_| Packages::usual_ports())
+        .map(|_| PackageInstaller::usual_ports())
         .unwrap_or_default();
-    let mut way_out = WayOut::new(settings, asked_ports.union(&index_ports).copied().collect())?;
-    let mut containers = container_settings(settings, choice, warmth);
-    containers.variables.append(&mut way_out.variables);
+    let mut egress =
+        EgressSetup::new(settings, asked_ports.union(&index_ports).copied().collect())?;
+    let mut containers = container_settings(settings, choice, mode);
+    containers.variables.append(&mut egress.variables);
     let is_open = !settings.network.rules.is_empty() || !asked_ports.is_empty();
-    let network = way_out
+    let network = egress
         .network
         .take()
-        .map(|network| container_network(network, way_out))
+        .map(|network| container_network(network, egress))
         .transpose()?;
     let with_ports = |ports: &BTreeSet<u16>| {
         let mut network = network.clone()?;
@@ -90,20 +91,23 @@ fn shown(bind: Bind) -> ContainerBind {
 }
 
 /// Adds the container-specific parts to the egress settings.
-fn container_network(network: SandboxNetwork, way_out: WayOut) -> anyhow::Result<ContainerNetwork> {
+fn container_network(
+    network: SandboxNetwork,
+    egress: EgressSetup,
+) -> anyhow::Result<ContainerNetwork> {
     Ok(ContainerNetwork {
         network,
         program: std::env::current_exe().context("could not find this program")?,
-        files: way_out.binds.into_iter().map(shown).collect(),
-        held: way_out.certificates,
+        files: egress.binds.into_iter().map(shown).collect(),
+        held: egress.certificates,
     })
 }
 
 /// Converts the operator's settings into those of the backend.
 fn container_settings(
     settings: &Settings,
-    choice: &Containers,
-    warmth: Warmth,
+    choice: &ContainerChoice,
+    mode: StartMode,
 ) -> ContainerSettings {
     let workspace = settings.workspace.iter().map(|folder| ContainerBind {
         host: folder.clone(),
@@ -136,7 +140,7 @@ fn container_settings(
             .map(|(name, value)| (name.to_owned(), value.to_owned()))
             .collect(),
         pool: PoolSettings {
-            size: if warmth == Warmth::OneShot {
+            size: if mode == StartMode::OneShot {
                 0
             } else {
                 settings.pool

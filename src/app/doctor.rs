@@ -12,8 +12,8 @@ use serde_json::json;
 
 use super::cli::DoctorArguments;
 use super::output::print;
-use super::{Warmth, containers, descriptors, native_settings, packages_command};
-use crate::config::{BackendChoice, Containers, Settings};
+use super::{StartMode, containers, descriptors, native_settings, packages_command};
+use crate::config::{BackendChoice, ContainerChoice, Settings};
 use crate::environment;
 use crate::sandbox::container::{EngineFinding, Examined, FindingState, examine};
 use crate::sandbox::native;
@@ -79,7 +79,7 @@ pub(super) async fn execute(
     })
 }
 
-fn examined<'a>(settings: &Settings, choice: &'a Containers) -> Examined<'a> {
+fn examined<'a>(settings: &Settings, choice: &'a ContainerChoice) -> Examined<'a> {
     Examined {
         kind: choice.kind,
         address: &choice.address,
@@ -92,9 +92,9 @@ fn examined<'a>(settings: &Settings, choice: &'a Containers) -> Examined<'a> {
 /// Creates a container with a session as servers do, and removes it again.
 async fn container_trial(
     settings: &Settings,
-    choice: &Containers,
+    choice: &ContainerChoice,
 ) -> anyhow::Result<Result<Isolation, LaunchError>> {
-    let backend = containers::backend(settings, choice, Warmth::OneShot, None)?;
+    let backend = containers::backend(settings, choice, StartMode::OneShot, None)?;
     let tried = match backend.launch().await {
         Ok((mut sandbox, _)) => {
             sandbox.destroy().await;

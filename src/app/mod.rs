@@ -5,16 +5,16 @@
 
 mod approvals;
 mod audit_command;
+mod audited;
 mod cli;
 mod config_command;
 mod containers;
+mod daemon;
 mod descriptors;
 mod doctor;
 mod env_command;
 mod image_command;
 mod ipybox_commands;
-mod keeper;
-mod kept_settings;
 mod key_command;
 mod memory;
 mod network;
@@ -22,9 +22,9 @@ mod output;
 mod packages;
 mod packages_command;
 mod progress;
-mod recorded;
 mod run;
 mod service;
+mod settings_diff;
 mod stdio;
 mod upstream;
 
@@ -39,13 +39,13 @@ use anyhow::Context;
 use cellblock_jail::wire::{Bind, OperatorMount};
 use tokio::sync::watch;
 
-use self::cli::{Arguments, Command, KeeperCommand};
+use self::cli::{Arguments, Command, DaemonCommand};
 pub use self::containers::OwnSupplies;
-use self::keeper::KeepByDefault;
-use self::network::WayOut;
+use self::daemon::KeepByDefault;
+use self::network::EgressSetup;
 use self::output::{print, standard_output};
-use self::packages::Packages;
-use self::upstream::Upstreams;
+use self::packages::PackageInstaller;
+use self::upstream::UpstreamBroker;
 pub use self::upstream::WRAPPER_ARGUMENT;
 use crate::audit::Audit;
 use crate::config::{self, BackendChoice, Settings};
@@ -100,7 +100,7 @@ fn carry_out(arguments: Arguments) -> anyhow::Result<ExitCode> {
     }
     // A daemon takes over the descriptors from its server before a second thread exists.
     let inheritance = match arguments.command {
-        Command::Keeper(KeeperCommand::Hold) => Some(keeper::inherit()?),
+        Command::Daemon(DaemonCommand::Hold) => Some(daemon::inherit()?),
         _ => None,
     };
     let settings = match &inheritance {
@@ -110,7 +110,7 @@ fn carry_out(arguments: Arguments) -> anyhow::Result<ExitCode> {
     // The other commands report errors as their result, not in a log.
     let serves = matches!(
         arguments.command,
-        Command::Mcp(_) | Command::Serve | Command::Keeper(KeeperCommand::Hold)
+        Command::Mcp(_) | Command::Serve | Command::Daemon(DaemonCommand::Hold)
     );
     let fallback = if serves { "info" } else { "error" };
     let telemetry = telemetry::start(&TelemetrySettings {
@@ -126,6 +126,15 @@ fn carry_out(arguments: Arguments) -> anyhow::Result<ExitCode> {
     };
     for notice in settings.notices.iter().chain(&ineffective) {
         tracing::warn!("{notice}");
+    }
+    // The server that started a daemon has reported them already.
+    if inheritance.is_none() {
+        let former_names = arguments.former_name.iter().chain(&settings.former_names);
+        former_names.for_each(|warning| match serves {
+            true => tracing::warn!("{warning}"),
+            // The log of the other commands has errors only.
+            false => output::say(format_args!("cellblock: warning: {warning}")),
+        });
     }
     let open_files = descriptors::raise_limit();
     let starts_sessions = serves || matches!(arguments.command, Command::Run(_));
@@ -162,7 +171,7 @@ fn carry_out(arguments: Arguments) -> anyhow::Result<ExitCode> {
                     .await
                     .map(|()| ExitCode::SUCCESS)
             }
-            Command::Keeper(command) => keeper::execute(command, settings, inheritance).await,
+            Command::Daemon(command) => daemon::execute(command, settings, inheritance).await,
             Command::Build(build) => {
                 let build = cli::ImageCommand::Build(build);
                 image_command::execute(build, &settings, &mut standard_output())
@@ -173,7 +182,8 @@ fn carry_out(arguments: Arguments) -> anyhow::Result<ExitCode> {
                 print(&ipybox_commands::clean_up(&cleanup, &settings).await?)?;
                 Ok(ExitCode::SUCCESS)
             }
-            Command::Version
+            Command::Keeper(_)
+            | Command::Version
             | Command::Completions { .. }
             | Command::Man { .. }
             | Command::Config(_) => {
@@ -207,7 +217,7 @@ const EMPTY_SANDBOXES: usize = 2;
 
 /// The kind of warm-up for a command.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub enum Warmth {
+pub enum StartMode {
     /// Popular packages of the environment are imported once, and sessions wait in a pool.
     Full,
     /// A single session, started as soon as possible: nothing is imported that it may not need.
@@ -216,27 +226,21 @@ pub enum Warmth {
 
 /// Creates the backend and its sessions; the environment and the warm interpreter are prepared in
 /// the background.
-fn house(settings: &Settings, warmth: Warmth) -> anyhow::Result<House> {
+fn local_sessions(settings: &Settings, mode: StartMode) -> anyhow::Result<LocalSessions> {
     // A single run of code ends before an installation would pay off.
-    let packages = if warmth == Warmth::OneShot || !can_install(settings) {
+    let packages = if mode == StartMode::OneShot || !can_install(settings) {
         None
     } else {
-        Packages::new(settings)?
+        PackageInstaller::new(settings)?
     };
-    let backend = backend(settings, warmth, packages.clone())?;
+    let backend = backend(settings, mode, packages.clone())?;
     // Nor does it need other MCP servers.
-    let upstreams = (warmth == Warmth::Full).then(|| Upstreams::new(&settings.upstreams));
-    let sessions = sessions(
-        settings,
-        warmth,
-        backend,
-        packages.clone(),
-        upstreams.clone(),
-    )?;
+    let upstreams = (mode == StartMode::Full).then(|| UpstreamBroker::new(&settings.upstreams));
+    let sessions = sessions(settings, mode, backend, packages.clone(), upstreams.clone())?;
     if let Some(packages) = &packages {
         packages.work_in(sessions.clone());
     }
-    Ok(House {
+    Ok(LocalSessions {
         sessions,
         packages,
         upstreams,
@@ -244,13 +248,13 @@ fn house(settings: &Settings, warmth: Warmth) -> anyhow::Result<House> {
 }
 
 /// The sessions of a command, and the services they use.
-struct House {
+struct LocalSessions {
     sessions: Sessions,
-    packages: Option<Arc<Packages>>,
-    upstreams: Option<Upstreams>,
+    packages: Option<Arc<PackageInstaller>>,
+    upstreams: Option<UpstreamBroker>,
 }
 
-impl House {
+impl LocalSessions {
     /// Stops everything and cleans up.
     async fn shut_down(&self) {
         self.sessions.shut_down().await;
@@ -276,21 +280,21 @@ fn can_install(settings: &Settings) -> bool {
 /// Starts the backend chosen by the operator.
 fn backend(
     settings: &Settings,
-    warmth: Warmth,
-    packages: Option<Arc<Packages>>,
+    mode: StartMode,
+    packages: Option<Arc<PackageInstaller>>,
 ) -> anyhow::Result<Arc<dyn Backend>> {
     match &settings.backend {
-        BackendChoice::Native => native_backend(settings, warmth, packages),
+        BackendChoice::Native => native_backend(settings, mode, packages),
         BackendChoice::Containers(choice) => {
-            containers::backend(settings, choice, warmth, packages.as_deref())
+            containers::backend(settings, choice, mode, packages.as_deref())
         }
     }
 }
 
 fn native_backend(
     settings: &Settings,
-    warmth: Warmth,
-    packages: Option<Arc<Packages>>,
+    mode: StartMode,
+    packages: Option<Arc<PackageInstaller>>,
 ) -> anyhow::Result<Arc<dyn Backend>> {
     let preparation = watch::Sender::new(Preparation::Working {
         step: "preparing Python".to_owned(),
@@ -299,45 +303,45 @@ fn native_backend(
     });
     let mut usual_ports = packages
         .as_ref()
-        .map(|_| Packages::usual_ports())
+        .map(|_| PackageInstaller::usual_ports())
         .unwrap_or_default();
     if settings.approvals.policy.opens_domains() {
         usual_ports.extend(approvals::PORTS);
     }
-    let mut way_out = WayOut::new(settings, usual_ports)?;
+    let mut egress = EgressSetup::new(settings, usual_ports)?;
     let mut native = native_settings(settings)?;
-    native.variables.append(&mut way_out.variables);
+    native.variables.append(&mut egress.variables);
     let (spec, data_dir) = (
         settings.environment_spec().clone(),
         settings.data_dir.clone(),
     );
     let heard = preparation.clone();
-    let way_out = Arc::new(way_out);
+    let egress = Arc::new(egress);
     let environment = move || {
         let (spec, data_dir, heard) = (spec.clone(), data_dir.clone(), heard.clone());
-        let (packages, way_out) = (packages.clone(), Arc::clone(&way_out));
+        let (packages, egress) = (packages.clone(), Arc::clone(&egress));
         async move {
             let (built, runner) = build_environment(spec, data_dir, heard).await?;
             let index_ports = match &packages {
                 Some(packages) => packages.know(&built).await,
                 None => BTreeSet::new(),
             };
-            let mut warm = warm_environment(built, runner, warmth);
-            warm.binds.extend(way_out.binds.iter().cloned());
+            let mut warm = warm_environment(built, runner, mode);
+            warm.binds.extend(egress.binds.iter().cloned());
             warm.binds.extend(
                 packages
                     .iter()
                     .flat_map(|packages| [packages.store_to_show(), packages.tools_to_show()]),
             );
-            warm.network = way_out.network.clone().map(|mut network| {
+            warm.network = egress.network.clone().map(|mut network| {
                 network.ports.extend(index_ports);
                 network
             });
-            warm.held.push(Box::new(way_out.certificates.clone()));
+            warm.held.push(Box::new(egress.certificates.clone()));
             Ok(warm)
         }
     };
-    if warmth == Warmth::OneShot {
+    if mode == StartMode::OneShot {
         (native.pool, native.empty) = (0, 0);
     }
     Ok(Arc::new(NativeBackend::start(
@@ -391,11 +395,11 @@ fn native_settings(settings: &Settings) -> anyhow::Result<NativeSettings> {
 pub async fn prepare_environment(
     spec: EnvironmentSpec,
     data_dir: PathBuf,
-    warmth: Warmth,
+    mode: StartMode,
     preparation: watch::Sender<Preparation>,
 ) -> Result<WarmEnvironment, String> {
     let (built, runner) = build_environment(spec, data_dir, preparation).await?;
-    Ok(warm_environment(built, runner, warmth))
+    Ok(warm_environment(built, runner, mode))
 }
 
 /// Builds the environment of `spec` if needed, and the runner for it.
@@ -422,7 +426,7 @@ async fn build_environment(
     Ok((built, runner))
 }
 
-fn warm_environment(environment: Environment, runner: PathBuf, warmth: Warmth) -> WarmEnvironment {
+fn warm_environment(environment: Environment, runner: PathBuf, mode: StartMode) -> WarmEnvironment {
     let bind = |host: PathBuf, inside: &str| Bind {
         host,
         inside: PathBuf::from(inside),
@@ -453,7 +457,7 @@ fn warm_environment(environment: Environment, runner: PathBuf, warmth: Warmth) -
     ] {
         variables.push((name.to_owned(), value.to_owned()));
     }
-    let preload = if warmth == Warmth::Full {
+    let preload = if mode == StartMode::Full {
         environment.preload.clone()
     } else {
         Vec::new()
@@ -464,7 +468,7 @@ fn warm_environment(environment: Environment, runner: PathBuf, warmth: Warmth) -
         arguments: vec!["-I".to_owned(), "-c".to_owned(), start],
         variables,
         preload,
-        quick: warmth == Warmth::OneShot,
+        quick: mode == StartMode::OneShot,
         network: None,
         held: vec![Box::new(environment)],
     }
@@ -472,7 +476,7 @@ fn warm_environment(environment: Environment, runner: PathBuf, warmth: Warmth) -
 
 /// Returns the operator's MCP servers in the form that sessions receive.
 fn server_setup(settings: &Settings) -> ServerSetup {
-    let config::Upstreams {
+    let config::UpstreamSettings {
         servers,
         allowed_hosts,
         variables,
@@ -512,7 +516,7 @@ fn mcp_settings(
         max_timeout: settings.max_timeout,
         idle_timeout: settings.idle_timeout,
         work_folder: work_folder(settings),
-        can_undo: settings.undo != config::Undo::Off,
+        can_undo: settings.undo != config::UndoSettings::Off,
         network: settings.network.rules.clone(),
         other_hosts: other_hosts(settings),
         can_install: can_install(settings),
@@ -544,8 +548,8 @@ fn profile(settings: &Settings) -> mcp::Profile {
         ..mcp::Modules::default()
     };
     match settings.profile {
-        config::Profile::Default => mcp::Profile::Default,
-        config::Profile::Ipybox => mcp::Profile::Ipybox {
+        config::ProfileName::Default => mcp::Profile::Default,
+        config::ProfileName::Ipybox => mcp::Profile::Ipybox {
             images: settings
                 .images_dir
                 .to_string_lossy()
@@ -553,9 +557,9 @@ fn profile(settings: &Settings) -> mcp::Profile {
                 .expect("it was checked to be a path inside"),
             workspace: settings.workspace.clone(),
         },
-        config::Profile::PythonDocker => mcp::Profile::PythonDocker { modules: modules() },
-        config::Profile::CodeExecuter => mcp::Profile::CodeExecuter { modules: modules() },
-        config::Profile::Pyexec => mcp::Profile::Pyexec,
+        config::ProfileName::PythonDocker => mcp::Profile::PythonDocker { modules: modules() },
+        config::ProfileName::CodeExecuter => mcp::Profile::CodeExecuter { modules: modules() },
+        config::ProfileName::Pyexec => mcp::Profile::Pyexec,
     }
 }
 
@@ -582,32 +586,18 @@ fn work_folder(settings: &Settings) -> WorkFolder {
     }
 }
 
-impl From<&config::Quotas> for session::Quotas {
-    fn from(quotas: &config::Quotas) -> session::Quotas {
-        session::Quotas {
-            sessions: quotas.sessions,
-            memory: quotas.memory,
-            processor_time: quotas.cpu,
-            processor_window: quotas.cpu_window,
-            cells_per_minute: quotas.cells,
-            starts_per_minute: quotas.starts,
-            stored: quotas.stored,
-        }
-    }
-}
-
 /// Creates the sessions of a command. A command that runs code once has nothing to undo and keeps
 /// no checkpoints.
 fn sessions(
     settings: &Settings,
-    warmth: Warmth,
+    mode: StartMode,
     backend: Arc<dyn Backend>,
-    packages: Option<Arc<Packages>>,
-    upstreams: Option<Upstreams>,
+    packages: Option<Arc<PackageInstaller>>,
+    upstreams: Option<UpstreamBroker>,
 ) -> anyhow::Result<Sessions> {
-    let undo = match (warmth, settings.undo) {
-        (Warmth::OneShot, _) | (_, config::Undo::Off) => session::Undo::Off,
-        (Warmth::Full, config::Undo::On { checkpoints, files }) => {
+    let undo = match (mode, settings.undo) {
+        (StartMode::OneShot, _) | (_, config::UndoSettings::Off) => session::Undo::Off,
+        (StartMode::Full, config::UndoSettings::On { checkpoints, files }) => {
             session::Undo::On { checkpoints, files }
         }
     };
@@ -628,7 +618,7 @@ fn sessions(
             undo,
             explore_parallel: settings.explore_parallel,
             max_running: settings.max_running,
-            quotas: (&settings.quotas).into(),
+            quotas: settings.quotas,
             memory_limit: Some(settings.limits.memory),
             packages: Source(packages.map(|packages| packages as Arc<dyn Installer>)),
             tools: Tools(upstreams.map(|upstreams| Arc::new(upstreams) as Arc<dyn Broker>)),

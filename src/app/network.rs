@@ -37,7 +37,7 @@ const SYSTEM_BUNDLES: [&str; 4] = [
 
 /// The egress of all sandboxes, and the variables and mounts it needs inside.
 #[derive(Default)]
-pub(super) struct WayOut {
+pub(super) struct EgressSetup {
     pub(super) network: Option<SandboxNetwork>,
     /// Environment variables of sessions: a placeholder for each secret, and the path of the
     /// bundle.
@@ -47,25 +47,25 @@ pub(super) struct WayOut {
     pub(super) certificates: Option<Arc<NamedTempFile>>,
 }
 
-impl WayOut {
+impl EgressSetup {
     /// Prepares the egress. `ports` are the ports that the package-installing sandboxes may reach.
-    pub(super) fn new(settings: &Settings, ports: BTreeSet<u16>) -> anyhow::Result<WayOut> {
+    pub(super) fn new(settings: &Settings, ports: BTreeSet<u16>) -> anyhow::Result<EgressSetup> {
         let rules = settings.network.rules.clone();
         if rules.is_empty() && ports.is_empty() {
-            return Ok(WayOut::default());
+            return Ok(EgressSetup::default());
         }
         let vault =
             Vault::new(settings.network.secrets.clone()).context("the secrets cannot be used")?;
-        let mut way_out = WayOut {
+        let mut egress = EgressSetup {
             variables: vault.variables(),
-            ..WayOut::default()
+            ..EgressSetup::default()
         };
         let authority = if vault.is_empty() {
             None
         } else {
-            Some(way_out.trust_ours(&vault, &settings.runtime_dir)?)
+            Some(egress.trust_ours(&vault, &settings.runtime_dir)?)
         };
-        way_out.network = Some(SandboxNetwork {
+        egress.network = Some(SandboxNetwork {
             rules,
             ports,
             vault: Arc::new(vault),
@@ -73,7 +73,7 @@ impl WayOut {
             limits: settings.network.limits,
             resolver: Arc::new(SystemResolver::new()),
         });
-        Ok(way_out)
+        Ok(egress)
     }
 
     /// Creates a certificate authority for the hosts that have a secret, and adds it to the

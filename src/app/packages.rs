@@ -29,14 +29,14 @@ const TOOLS_INSIDE: &str = "/opt/cellblock/tools";
 /// truncated.
 const MOST_PRINTED: usize = 16 << 20;
 /// Grace period between the installation of a package and its use by the session.
-const ON_ITS_WAY: Duration = Duration::from_secs(60);
+const DELIVERY_GRACE: Duration = Duration::from_secs(60);
 /// Ports of package indexes without an explicit port, and of most file hosts.
 const USUAL_PORTS: [u16; 2] = [80, 443];
 /// The folder below the data folder that caches the file hosts of indexes.
 const INDEX_MEMORY: &str = "indexes";
 
 /// Installs packages for the sessions of a server.
-pub(super) struct Packages {
+pub(super) struct PackageInstaller {
     tools: InstallerTools,
     data_dir: PathBuf,
     store: Arc<Store>,
@@ -106,16 +106,16 @@ for each in distributions():
 print(*(f'{name}=={version}' for name, version in found.items()), sep='\\n')
 ";
 /// Timeout for that listing, on a slow disk.
-const LISTING_PATIENCE: Duration = Duration::from_secs(60);
+const LISTING_TIMEOUT: Duration = Duration::from_secs(60);
 
-impl Packages {
+impl PackageInstaller {
     /// Prepares installation, if the operator has enabled it and the machine supports it.
-    pub(super) fn new(settings: &Settings) -> anyhow::Result<Option<Arc<Packages>>> {
+    pub(super) fn new(settings: &Settings) -> anyhow::Result<Option<Arc<PackageInstaller>>> {
         if !settings.packages.allowed {
             return Ok(None);
         }
         std::fs::create_dir_all(settings.data_dir.join("tools"))?;
-        Ok(Some(Arc::new(Packages {
+        Ok(Some(Arc::new(PackageInstaller {
             tools: tools(settings)?,
             data_dir: settings.data_dir.clone(),
             store: Arc::new(Store::open(&store_folder(settings))?),
@@ -292,7 +292,7 @@ impl Packages {
             .iter()
             .filter_map(|folder| tree_of(folder))
             .collect();
-        let (store, grace) = (self.store.clone(), self.limits.time + ON_ITS_WAY);
+        let (store, grace) = (self.store.clone(), self.limits.time + DELIVERY_GRACE);
         let released =
             tokio::task::spawn_blocking(move || store.release_all_but(&used, grace)).await;
         if let Ok(Err(error)) = released {
@@ -308,7 +308,7 @@ impl Packages {
             }
             .open(&[])
             .await?;
-            workshop.run(LIST_PACKAGES, LISTING_PATIENCE).await
+            workshop.run(LIST_PACKAGES, LISTING_TIMEOUT).await
         };
         let listed = look
             .await
@@ -379,7 +379,7 @@ impl Packages {
     }
 }
 
-impl install::Installer for Packages {
+impl install::Installer for PackageInstaller {
     fn install<'a>(
         &'a self,
         request: install::InstallRequest,

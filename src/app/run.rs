@@ -15,7 +15,7 @@ use tokio_util::sync::CancellationToken;
 use super::asked_to_end;
 use super::cli::{CodeSource, RunArguments};
 use super::output::{INTERRUPTED, Interrupted, say, standard_error, standard_output};
-use super::{Warmth, backend, progress, sessions};
+use super::{StartMode, backend, progress, sessions};
 use crate::config::{Mount, Settings};
 use crate::sandbox::Exit;
 use crate::session::{
@@ -34,9 +34,9 @@ pub(super) async fn execute(
     settings: Settings,
 ) -> anyhow::Result<ExitCode> {
     let (name, code) = read_code(&arguments.source())?;
-    let backend = backend(&settings, Warmth::OneShot, None)?;
+    let backend = backend(&settings, StartMode::OneShot, None)?;
     let shown = tokio::spawn(progress::show(backend.preparation()));
-    let sessions = sessions(&settings, Warmth::OneShot, backend, None, None)?;
+    let sessions = sessions(&settings, StartMode::OneShot, backend, None, None)?;
     let ran = carry_out(arguments, &settings, &sessions, (name, code), shown).await;
     // Also when the reader of the output is gone: the sandbox and its files must be removed.
     sessions.shut_down().await;

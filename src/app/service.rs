@@ -1,7 +1,7 @@
 //! `cellblock serve`: serves many clients over HTTP.
 //!
 //! ```text
-//! names and tokens → routes → MCP endpoint, files → sessions, in a keeper or here
+//! names and tokens → routes → MCP endpoint, files → sessions, in a session daemon or here
 //! ```
 //!
 //! On SIGHUP the server reads its settings again and applies those that can change at run time.
@@ -21,9 +21,9 @@ use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
-use super::keeper::{Home, KeepByDefault};
-use super::kept_settings::changed_beyond_reload;
-use super::recorded::Recorded;
+use super::audited::AuditedSessions;
+use super::daemon::{KeepByDefault, SessionsHandle};
+use super::settings_diff::changed_beyond_reload;
 use super::{asked_to_end, mcp_settings, open_audit};
 use crate::audit::{Audit, Event, ServerReloaded, ServerStarted, ServerStopped};
 use crate::auth::Authenticator;
@@ -36,12 +36,12 @@ use crate::sandbox::Preparation;
 use crate::telemetry::{Health, Metrics, Part};
 
 /// Grace period for open requests after the server was asked to stop.
-const GRACE: Duration = Duration::from_secs(10);
+const DRAIN_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Serves until a signal asks the server to stop.
 pub(super) async fn serve(
     settings: Settings,
-    read_again: impl Fn() -> Result<Settings, ConfigError>,
+    reload: impl Fn() -> Result<Settings, ConfigError>,
 ) -> anyhow::Result<ExitCode> {
     // Installed first: without a handler the signal would kill the process. An early signal is
     // kept.
@@ -60,26 +60,26 @@ pub(super) async fn serve(
     let address = listener
         .local_addr()
         .context("the listening address cannot be read")?;
-    let home = Home::of(&settings, KeepByDefault::Yes, "serve").await?;
+    let handle = SessionsHandle::of(&settings, KeepByDefault::Yes, "serve").await?;
 
-    home.set_up_servers(&settings);
+    handle.set_up_servers(&settings);
     let health = Health::new();
-    watch_parts(&health, &home, &audit);
+    watch_parts(&health, &handle, &audit);
     let (metrics, end) = (Metrics::new(&health), CancellationToken::new());
-    let sessions = Arc::new(Recorded::new(
-        home.sessions(),
+    let sessions = Arc::new(AuditedSessions::new(
+        handle.sessions(),
         audit.clone(),
         metrics.clone(),
     ));
-    let no_files = HostFiles::new(&[], 0).context("no folder is no trouble")?;
+    let no_files = HostFiles::new(&[], 0).context("host files cannot be set up")?;
     let server = mcp::Server::new(
         sessions.clone(),
         no_files,
         mcp_settings(&settings, Front::Http, KeepByDefault::Yes)?,
     );
     let endpoint = Endpoint::of(server.clone(), keeping(&settings), end.clone());
-    let desk = Desk {
-        home: &home,
+    let state = ServiceState {
+        handle: &handle,
         address,
         endpoint,
         sessions,
@@ -87,7 +87,7 @@ pub(super) async fn serve(
         metrics: metrics.clone(),
         audit: audit.clone(),
     };
-    let (reception, current) = watch::channel(desk.reception(&settings, authenticator.clone())?);
+    let (reception, current) = watch::channel(state.reception(&settings, authenticator.clone())?);
     announce(&authenticator, &public_url(&settings, address));
 
     let stop = CancellationToken::new();
@@ -98,14 +98,14 @@ pub(super) async fn serve(
         most,
         metrics,
         stop.clone(),
-        GRACE
+        DRAIN_TIMEOUT
     ));
     let mut ending = pin!(asked_to_end());
     let signal = loop {
         tokio::select! {
             () = &mut serving => unreachable!("it ends when it is told to"),
             signal = &mut ending => break signal,
-            _ = hang_up.recv() => desk.read_again(&settings, &read_again, &reception).await,
+            _ = hang_up.recv() => state.reload(&settings, &reload, &reception).await,
         }
     };
     info!(signal, "asked to end");
@@ -117,7 +117,7 @@ pub(super) async fn serve(
         again = asked_to_end() => warn!(signal = again, "asked again; ending at once"),
     }
     end.cancel();
-    home.leave(&settings.runtime_dir).await;
+    handle.release(&settings.runtime_dir).await;
     audit.note(Event::new(ServerStopped {
         reason: signal.into(),
     }));
@@ -125,8 +125,8 @@ pub(super) async fn serve(
 }
 
 /// Reports to the health check why new work should go elsewhere, when it should.
-fn watch_parts(health: &Health, home: &Home, audit: &Audit) {
-    let preparation = home.sessions().preparation();
+fn watch_parts(health: &Health, handle: &SessionsHandle, audit: &Audit) {
+    let preparation = handle.sessions().preparation();
     health.ask(Part::Python, move || match &*preparation.borrow() {
         Preparation::Ready => None,
         Preparation::Working { step, .. } => Some(step.clone()),
@@ -134,24 +134,24 @@ fn watch_parts(health: &Health, home: &Home, audit: &Audit) {
     });
     let audit = audit.clone();
     health.ask(Part::Audit, move || audit.refuses());
-    if let Home::Kept(client) = home {
+    if let SessionsHandle::Daemon(client) = handle {
         let client = client.clone();
-        health.ask(Part::Keeper, move || client.trouble());
+        health.ask(Part::SessionDaemon, move || client.problem());
     }
 }
 
-/// The state that requests use; rebuilt when the settings change.
-struct Desk<'a> {
-    home: &'a Home,
+/// The state that requests use.
+struct ServiceState<'a> {
+    handle: &'a SessionsHandle,
     address: SocketAddr,
     endpoint: Endpoint<mcp::Server>,
-    sessions: Arc<Recorded>,
+    sessions: Arc<AuditedSessions>,
     health: Health,
     metrics: Metrics,
     audit: Audit,
 }
 
-impl Desk<'_> {
+impl ServiceState<'_> {
     fn reception(
         &self,
         settings: &Settings,
@@ -185,7 +185,7 @@ impl Desk<'_> {
 
     /// Applies the settings that can change at run time: who may call, names, origins,
     /// certificates, other MCP servers, approvals and quotas. Invalid settings change nothing.
-    async fn read_again(
+    async fn reload(
         &self,
         before: &Settings,
         read: &impl Fn() -> Result<Settings, ConfigError>,
@@ -201,7 +201,7 @@ impl Desk<'_> {
         match made.await {
             Ok((settings, made)) => {
                 reception.send_replace(made);
-                self.home.renew(&settings);
+                self.handle.update_settings(&settings);
                 let mut changed = vec![
                     "auth",
                     "allowed_hosts",
@@ -210,14 +210,14 @@ impl Desk<'_> {
                     "tls_key",
                     "mcp_servers",
                 ];
-                match self.home.set_up_approvals(&settings).await {
+                match self.handle.set_up_approvals(&settings).await {
                     Ok(()) => changed.push("approvals"),
                     Err(refused) => {
                         warn!(error = %refused, "the approvals were not read again; the old ones \
                              hold")
                     }
                 }
-                match self.home.set_up_limits(&settings).await {
+                match self.handle.set_up_limits(&settings).await {
                     Ok(()) => changed.extend(["quotas", "max_running"]),
                     Err(refused) => {
                         warn!(error = %refused, "the quotas were not read again; the old ones hold")
@@ -228,7 +228,7 @@ impl Desk<'_> {
                     warn!(
                         settings = others.join(", "),
                         "other settings changed too; they hold after a restart of the server, \
-                         those of sessions after \"cellblock keeper stop\""
+                         those of sessions after \"cellblock daemon stop\""
                     );
                 }
                 info!("the settings were read again");
@@ -248,7 +248,7 @@ impl Desk<'_> {
 fn keeping(settings: &Settings) -> Keeping {
     let outlive = settings.keep_sessions.unwrap_or(true);
     let name = settings
-        .keeper
+        .daemon_name
         .as_ref()
         .map_or("serve", |name| name.as_str());
     let folder = settings.runtime_dir.join("connections").join(name);

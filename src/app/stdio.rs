@@ -7,8 +7,8 @@ use std::sync::Arc;
 use anyhow::Context;
 use tracing::info;
 
-use super::keeper::{Home, KeepByDefault};
-use super::recorded::Recorded;
+use super::audited::AuditedSessions;
+use super::daemon::{KeepByDefault, SessionsHandle};
 use super::{asked_to_end, mcp_settings, open_audit};
 use crate::audit::{Event, ServerStarted, ServerStopped};
 use crate::config::Settings;
@@ -27,12 +27,16 @@ pub(super) async fn serve(settings: Settings) -> anyhow::Result<ExitCode> {
         version: env!("CARGO_PKG_VERSION").into(),
         serving: "stdio".into(),
     }))?;
-    let home = Home::of(&settings, KeepByDefault::No, "mcp").await?;
-    home.set_up_servers(&settings);
+    let handle = SessionsHandle::of(&settings, KeepByDefault::No, "mcp").await?;
+    handle.set_up_servers(&settings);
     let told = mcp_settings(&settings, Front::Stdio, KeepByDefault::No)?;
     // A server on standard input and output exports no metrics.
     let metrics = Metrics::new(&Health::new());
-    let sessions = Arc::new(Recorded::new(home.sessions(), audit.clone(), metrics));
+    let sessions = Arc::new(AuditedSessions::new(
+        handle.sessions(),
+        audit.clone(),
+        metrics,
+    ));
     let server = mcp::Server::new(sessions, files, told);
     let mut serving = pin!(mcp::serve_stdio(server.clone()));
     let served = tokio::select! {
@@ -44,7 +48,7 @@ pub(super) async fn serve(settings: Settings) -> anyhow::Result<ExitCode> {
         }
     };
     let served = served.map_err(anyhow::Error::from);
-    home.leave(&settings.runtime_dir).await;
+    handle.release(&settings.runtime_dir).await;
     let reason = served
         .as_ref()
         .map_or("the connection failed", |reason| *reason);

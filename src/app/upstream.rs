@@ -39,7 +39,7 @@ const RETRY_AFTER: Duration = Duration::from_secs(30);
 
 /// All servers, the operator's and the callers'. Clones share state.
 #[derive(Clone)]
-pub(super) struct Upstreams(Arc<Shared>);
+pub(super) struct UpstreamBroker(Arc<Shared>);
 
 struct Shared {
     registry: Registry,
@@ -70,9 +70,9 @@ struct Configured {
     attempt: Arc<tokio::sync::Mutex<()>>,
 }
 
-impl Upstreams {
+impl UpstreamBroker {
     /// Starts without servers; `set_up` adds those of the operator.
-    pub(super) fn new(settings: &config::Upstreams) -> Upstreams {
+    pub(super) fn new(settings: &config::UpstreamSettings) -> UpstreamBroker {
         let wrapper = std::env::current_exe().ok().map(|program| WrapperCommand {
             program,
             arguments: vec![OsString::from(WRAPPER_ARGUMENT)],
@@ -83,7 +83,7 @@ impl Upstreams {
             configured: BTreeMap::new(),
             policies: BTreeMap::new(),
         };
-        Upstreams(Arc::new(Shared {
+        UpstreamBroker(Arc::new(Shared {
             registry: Registry::new(),
             wrapper,
             state: Mutex::new(state),
@@ -272,7 +272,7 @@ impl Configured {
 }
 
 #[async_trait]
-impl Broker for Upstreams {
+impl Broker for UpstreamBroker {
     async fn call(
         &self,
         owner: &Principal,

@@ -24,17 +24,18 @@ use std::ops::RangeInclusive;
 use std::path::{Component, Path, PathBuf};
 use std::time::Duration;
 
-use super::folders::{self, Machine};
-use super::layers::{self, Flags, Member, Merged, Origin, Written};
+use super::folders::{self, MachineFacts};
+use super::layers::{self, Flags, Merged, SettingOrigin, WrittenMember, WrittenValue};
 use super::profiles::{self, Surroundings};
 use super::quantity::{format_duration, format_size, parse_duration, parse_size};
 use super::table::{Key, MOST_VARIANTS, Values};
 use super::{
-    ConfigError, HandOver, InvalidValue, Mount, PackageIndex, Packages, Profile, Quotas, Settings,
-    Undo, Variables, dotenv, in_plain_words,
+    ConfigError, InvalidValue, Mount, PackageIndex, PackageSettings, ProfileName, SandboxVariables,
+    Settings, SettingsHandOver, UndoSettings, dotenv, in_plain_words,
 };
+use crate::daemon::DaemonName;
 use crate::environment::{EnvironmentName, EnvironmentSpec, PythonRequest, spec};
-use crate::keeper::KeeperName;
+use crate::quotas::Quotas;
 use crate::sandbox::masks::HostMask;
 use crate::sandbox::{LayerKind, SandboxLimits};
 
@@ -47,7 +48,7 @@ pub(super) struct Sources {
     /// The server's own environment.
     pub variables: BTreeMap<String, String>,
     pub flags: Flags,
-    pub machine: Machine,
+    pub machine: MachineFacts,
 }
 
 /// A file that settings name.
@@ -60,7 +61,7 @@ pub(super) enum NamedFile<'a> {
 }
 
 /// Reads a file; `None` if it does not exist.
-pub(super) type ReadFile<'a> = &'a dyn Fn(NamedFile<'_>) -> io::Result<Option<String>>;
+pub(super) type ReadNamedFile<'a> = &'a dyn Fn(NamedFile<'_>) -> io::Result<Option<String>>;
 
 /// Prefix of variables that are passed to the sandbox without the prefix.
 pub(super) const PASSED_ON: &str = "KERNEL_ENV_";
@@ -69,7 +70,7 @@ pub(super) const PASSED_ON: &str = "KERNEL_ENV_";
 /// files read through `read` and files that hold secrets, and creates nothing.
 pub(super) fn settle(
     sources: Sources,
-    read: ReadFile<'_>,
+    read: ReadNamedFile<'_>,
 ) -> Result<(Settings, Merged), ConfigError> {
     let Sources {
         file,
@@ -86,11 +87,16 @@ pub(super) fn settle(
         .into_iter()
         .map(|name| format!("the variable {name} is no setting of Cellblock and is ignored"))
         .collect();
+    let flags = flags.layer();
+    let mut former_names = Vec::new();
+    for layer in [&file, &environment, &flags] {
+        former_names.extend(layer.former_names()?);
+    }
     let mut check = Check {
         written: Merged::from_weakest_to_strongest([
             file.clone(),
             environment.clone(),
-            flags.clone().layer(),
+            flags.clone(),
         ]),
         current_dir: &machine.current_dir,
         home: surroundings.get("HOME").map(String::as_str),
@@ -111,8 +117,7 @@ pub(super) fn settle(
         Some(path) => profiles::sandbox_config(&path, &around, &mut notices)?,
         None => Default::default(),
     };
-    check.written =
-        Merged::from_weakest_to_strongest([usual, sandbox, file, environment, flags.layer()]);
+    check.written = Merged::from_weakest_to_strongest([usual, sandbox, file, environment, flags]);
 
     let workspace = check.path(Key::Workspace)?;
     let allowed_dirs = match check.paths(Key::AllowedDirs)? {
@@ -208,6 +213,7 @@ pub(super) fn settle(
         limits,
         data_dir,
         notices,
+        former_names,
         upstreams,
         masks,
         secret_files: secrets
@@ -216,8 +222,8 @@ pub(super) fn settle(
             .chain(servers_file)
             .collect(),
         keep_sessions: check.optional_switch(Key::KeepSessions)?,
-        keeper: check.keeper()?,
-        hand_over: HandOver::default(),
+        daemon_name: check.daemon_name()?,
+        hand_over: SettingsHandOver::default(),
     };
     Ok((settings, check.written))
 }
@@ -233,7 +239,7 @@ const MEMORY_OF_INSTALLER: u64 = 2 << 30;
 /// does not prevent the server from starting.
 fn workspace_variables(
     workspace: Option<&Path>,
-    read: ReadFile<'_>,
+    read: ReadNamedFile<'_>,
     notices: &mut Vec<String>,
 ) -> Vec<(String, String)> {
     let Some(path) = workspace.map(|workspace| workspace.join(".env")) else {
@@ -406,15 +412,15 @@ impl Check<'_> {
         Ok(Quotas {
             sessions: self.optional_number(Key::QuotaSessions)?,
             memory: self.optional_size(Key::QuotaMemory)?,
-            cpu: self.optional_duration(Key::QuotaCpu)?,
-            cpu_window: self.duration(Key::QuotaCpuWindow)?,
-            cells: self.optional_number(Key::QuotaCells)?,
-            starts: self.optional_number(Key::QuotaStarts)?,
+            processor_time: self.optional_duration(Key::QuotaCpu)?,
+            processor_window: self.duration(Key::QuotaCpuWindow)?,
+            cells_per_minute: self.optional_number(Key::QuotaCells)?,
+            starts_per_minute: self.optional_number(Key::QuotaStarts)?,
             stored: self.optional_size(Key::QuotaStored)?,
         })
     }
 
-    fn undo(&self, has_workspace: bool) -> Result<Undo, ConfigError> {
+    fn undo(&self, has_workspace: bool) -> Result<UndoSettings, ConfigError> {
         let checkpoints = self.number(Key::UndoCheckpoints)?;
         // Other people also write to a workspace, and undo would revert their work; the operator
         // must enable that explicitly.
@@ -423,23 +429,23 @@ impl Check<'_> {
             files => files,
         };
         Ok(if self.switch(Key::Undo)? {
-            Undo::On { checkpoints, files }
+            UndoSettings::On { checkpoints, files }
         } else {
-            Undo::Off
+            UndoSettings::Off
         })
     }
 
-    fn keeper(&self) -> Result<Option<KeeperName>, ConfigError> {
+    fn daemon_name(&self) -> Result<Option<DaemonName>, ConfigError> {
         self.read(
-            Key::Keeper,
+            Key::DaemonName,
             "a name of 1 to 32 letters, digits, `_` or `-`",
             |text| text.parse().map_err(|_| None),
         )
     }
 
-    fn packages(&self) -> Result<Packages, ConfigError> {
+    fn packages(&self) -> Result<PackageSettings, ConfigError> {
         let disk = self.size(Key::PackageDisk)?;
-        Ok(Packages {
+        Ok(PackageSettings {
             allowed: self.switch(Key::InstallPackages)?,
             size: self.size(Key::PackageSize)?,
             store_size: self.size(Key::PackageStoreSize)?,
@@ -471,17 +477,22 @@ impl Check<'_> {
 
     /// Makes a path absolute: relative to the configuration file's folder if it is written there,
     /// otherwise to the current folder at startup.
-    fn absolute(&self, key: &str, origin: &Origin, text: &str) -> Result<PathBuf, ConfigError> {
+    fn absolute(
+        &self,
+        key: &str,
+        origin: &SettingOrigin,
+        text: &str,
+    ) -> Result<PathBuf, ConfigError> {
         if text.is_empty() || text.contains('\0') {
             return Err(invalid(key, origin, text, "a path", None));
         }
         Ok(self.at_its_place(origin, text))
     }
 
-    fn at_its_place(&self, origin: &Origin, path: &str) -> PathBuf {
+    fn at_its_place(&self, origin: &SettingOrigin, path: &str) -> PathBuf {
         let base = match origin {
-            Origin::File { path, .. } => path.parent().unwrap_or(Path::new("/")),
-            Origin::Variable(_) | Origin::Flag(_) => self.current_dir,
+            SettingOrigin::File { path, .. } => path.parent().unwrap_or(Path::new("/")),
+            SettingOrigin::Variable(_) | SettingOrigin::Flag(_) => self.current_dir,
         };
         folders::absolute(path, base, self.home)
     }
@@ -530,8 +541,8 @@ impl Check<'_> {
         &self,
         spec: &mut EnvironmentSpec,
         place: &str,
-        origin: &Origin,
-        written: &Written,
+        origin: &SettingOrigin,
+        written: &WrittenValue,
     ) -> Result<(), ConfigError> {
         let mut preload_written = false;
         for member in table(place, origin, written)? {
@@ -635,9 +646,9 @@ impl Check<'_> {
         &self,
         in_workspace: &[(String, String)],
         surroundings: &BTreeMap<String, String>,
-        read: ReadFile<'_>,
-    ) -> Result<Variables, ConfigError> {
-        let mut variables = Variables::default();
+        read: ReadNamedFile<'_>,
+    ) -> Result<SandboxVariables, ConfigError> {
+        let mut variables = SandboxVariables::default();
         let mut pass_on = |name: &str, value: &str| {
             if let Some(inside) = name
                 .strip_prefix(PASSED_ON)
@@ -690,8 +701,10 @@ impl Check<'_> {
         Ok(variables)
     }
 
-    fn profile(&self) -> Result<Profile, ConfigError> {
-        let profile = self.value(Key::Profile, |text| Profile::from_name(text).ok_or(None));
+    fn profile(&self) -> Result<ProfileName, ConfigError> {
+        let profile = self.value(Key::Profile, |text| {
+            ProfileName::from_name(text).ok_or(None)
+        });
         profile.map(has_default)
     }
 
@@ -834,20 +847,23 @@ fn relative_inside(text: &str) -> Result<PathBuf, &'static str> {
 }
 
 /// Parses variables written as a table or as `KEY=VALUE` texts. No error contains a value.
-fn pairs(origin: &Origin, written: &Written) -> Result<Vec<(String, String)>, ConfigError> {
-    let refuse = |origin: Origin, name: &str, why: &'static str| ConfigError::Variable {
+fn pairs(
+    origin: &SettingOrigin,
+    written: &WrittenValue,
+) -> Result<Vec<(String, String)>, ConfigError> {
+    let refuse = |origin: SettingOrigin, name: &str, why: &'static str| ConfigError::Variable {
         origin,
         name: name.to_owned(),
         why,
     };
-    let mut pairs: Vec<(Origin, String, String)> = Vec::new();
+    let mut pairs: Vec<(SettingOrigin, String, String)> = Vec::new();
     match written {
-        Written::Nothing => {}
-        Written::Table(members) => {
+        WrittenValue::Nothing => {}
+        WrittenValue::Table(members) => {
             for member in members {
                 let value = match &member.value {
-                    Written::Text(value) => value.clone(),
-                    Written::Nothing => String::new(),
+                    WrittenValue::Text(value) => value.clone(),
+                    WrittenValue::Nothing => String::new(),
                     _ => {
                         return Err(refuse(
                             origin.at(member.line),
@@ -891,13 +907,13 @@ fn pairs(origin: &Origin, written: &Written) -> Result<Vec<(String, String)>, Co
 
 fn table<'a>(
     key: &str,
-    origin: &Origin,
-    written: &'a Written,
-) -> Result<&'a [Member], ConfigError> {
+    origin: &SettingOrigin,
+    written: &'a WrittenValue,
+) -> Result<&'a [WrittenMember], ConfigError> {
     match written {
-        Written::Table(members) => Ok(members),
-        Written::Nothing => Ok(&[]),
-        Written::Text(_) | Written::List(_) => Err(layers::wrong_shape(
+        WrittenValue::Table(members) => Ok(members),
+        WrittenValue::Nothing => Ok(&[]),
+        WrittenValue::Text(_) | WrittenValue::List(_) => Err(layers::wrong_shape(
             key,
             origin,
             "a table of \"key: value\" lines",
@@ -907,7 +923,7 @@ fn table<'a>(
 
 fn all(
     key: &str,
-    origin: &Origin,
+    origin: &SettingOrigin,
     texts: &[&str],
     allowed: &str,
     fits: fn(&str) -> bool,
@@ -920,7 +936,7 @@ fn all(
 
 fn invalid(
     key: &str,
-    origin: &Origin,
+    origin: &SettingOrigin,
     given: &str,
     allowed: &str,
     why: Option<String>,
@@ -964,7 +980,7 @@ pub(super) mod tests {
     }
 
     pub(in crate::config) fn case() -> Case {
-        let machine = Machine {
+        let machine = MachineFacts {
             cores: 4,
             user_id: 7,
             current_dir: "/here".into(),
@@ -997,6 +1013,13 @@ pub(super) mod tests {
 
         pub(in crate::config) fn flag(mut self, key: Key, value: &str) -> Case {
             self.sources.flags = self.sources.flags.single(key, Some(value.to_owned()));
+            self
+        }
+
+        /// A flag under another name than its present one.
+        fn flag_as(mut self, key: Key, flag: &'static str, value: &str) -> Case {
+            let values = vec![value.to_owned()];
+            self.sources.flags = self.sources.flags.given_as(key, flag, values);
             self
         }
 
@@ -1066,26 +1089,13 @@ pub(super) mod tests {
         assert_eq!(settings.pool, 2);
         assert_eq!(
             settings.undo,
-            Undo::On {
+            UndoSettings::On {
                 checkpoints: 10,
                 files: 64 << 20
             }
         );
         assert_eq!((settings.explore_parallel, settings.max_running), (4, 16));
-        let Quotas {
-            sessions,
-            memory,
-            cpu,
-            cpu_window,
-            cells,
-            starts,
-            stored,
-        } = settings.quotas;
-        assert_eq!(
-            (sessions, memory, cpu, cells, starts, stored),
-            (None, None, None, None, None, None)
-        );
-        assert_eq!(cpu_window, Duration::from_secs(3600));
+        assert_eq!(settings.quotas, Quotas::default());
         assert_eq!(
             settings.data_dir,
             Path::new("/home/me/.local/share/cellblock")
@@ -1103,6 +1113,72 @@ pub(super) mod tests {
         let mut case = case();
         case.sources.machine.cores = 1;
         assert_eq!(case.settings().limits.cpus, 1.0);
+    }
+
+    #[test]
+    fn a_former_name_works_in_every_source_and_each_use_is_reported_once() {
+        let named = |case: Case| {
+            let settings = case.settings();
+            let name = settings.daemon_name.expect("it was written");
+            (name.to_string(), settings.former_names)
+        };
+        let ends = "the former name works in this release only";
+        let in_file =
+            format!("/etc/cellblock/config.yaml line 2: keeper is now called daemon_name; {ends}");
+        let variable = format!("CELLBLOCK_KEEPER is now called CELLBLOCK_DAEMON_NAME; {ends}");
+        let flag = format!("--keeper is now called --daemon-name; {ends}");
+        let file = || case().yaml("cpus: 1\nkeeper: a");
+        assert_eq!(named(file()), ("a".to_owned(), vec![in_file.clone()]));
+        let with_variable = || file().variable("CELLBLOCK_KEEPER", "b");
+        let both = vec![in_file.clone(), variable.clone()];
+        assert_eq!(named(with_variable()), ("b".to_owned(), both));
+        let all = with_variable().flag_as(Key::DaemonName, "--keeper", "c");
+        assert_eq!(named(all), ("c".to_owned(), vec![in_file, variable, flag]));
+        let present = case().yaml("daemon_name: a");
+        assert_eq!(named(present), ("a".to_owned(), vec![])); // control
+    }
+
+    #[test]
+    fn names_of_one_setting_with_different_values_in_one_source_are_refused() {
+        let flags = |former: &str, present: &str| {
+            case()
+                .flag_as(Key::DaemonName, "--keeper", former)
+                .flag(Key::DaemonName, present)
+        };
+        let variables = |former: &str, present: &str| {
+            case()
+                .variable("CELLBLOCK_KEEPER", former)
+                .variable("CELLBLOCK_DAEMON_NAME", present)
+        };
+        let files = |former: &str, present: &str| {
+            case().yaml(&format!("daemon_name: {present}\nkeeper: {former}"))
+        };
+        let is = "is the former name of";
+        for (refusal, words) in [
+            (
+                flags("a", "b").refusal(),
+                format!("--keeper {is} --daemon-name"),
+            ),
+            (
+                variables("a", "b").refusal(),
+                format!("CELLBLOCK_KEEPER {is} CELLBLOCK_DAEMON_NAME"),
+            ),
+            (
+                files("a", "b").refusal(),
+                format!("/etc/cellblock/config.yaml line 2: keeper {is} daemon_name"),
+            ),
+        ] {
+            assert!(refusal.contains(&words), "{refusal}");
+        }
+        // Controls: the same value twice, and a source that wins over another.
+        for case in [flags("a", "a"), variables("a", "a"), files("a", "a")] {
+            assert_eq!(case.settings().former_names.len(), 1);
+        }
+        let over_file = case()
+            .yaml("keeper: a")
+            .variable("CELLBLOCK_DAEMON_NAME", "b");
+        let name = over_file.settings().daemon_name.expect("it was written");
+        assert_eq!(name.as_str(), "b");
     }
 
     #[test]
@@ -1491,27 +1567,30 @@ pub(super) mod tests {
             case().yaml("undo: 'OFF'"),
             case().yaml("undo: false"),
         ] {
-            assert_eq!(off.settings().undo, Undo::Off);
+            assert_eq!(off.settings().undo, UndoSettings::Off);
         }
         assert_eq!(
             case().variable("CELLBLOCK_UNDO", "off").settings().undo,
-            Undo::Off
+            UndoSettings::Off
         );
-        assert_eq!(case().flag(Key::Undo, "off").settings().undo, Undo::Off);
+        assert_eq!(
+            case().flag(Key::Undo, "off").settings().undo,
+            UndoSettings::Off
+        );
         let on = case()
             .yaml("undo: off\nundo_checkpoints: 3\nundo_files: 0")
             .flag(Key::Undo, "on")
             .settings();
         assert_eq!(
             on.undo,
-            Undo::On {
+            UndoSettings::On {
                 checkpoints: 3,
                 files: 0
             }
         );
         let files = |settings: Settings| match settings.undo {
-            Undo::On { files, .. } => Some(files),
-            Undo::Off => None,
+            UndoSettings::On { files, .. } => Some(files),
+            UndoSettings::Off => None,
         };
         assert_eq!(files(case().settings()), Some(64 << 20));
         assert_eq!(
@@ -1563,10 +1642,10 @@ pub(super) mod tests {
         let expected = Quotas {
             sessions: Some(5),
             memory: Some(4 << 30),
-            cpu: Some(Duration::from_secs(1800)),
-            cpu_window: Duration::from_secs(6 * 3600),
-            cells: Some(120),
-            starts: Some(20),
+            processor_time: Some(Duration::from_secs(1800)),
+            processor_window: Duration::from_secs(6 * 3600),
+            cells_per_minute: Some(120),
+            starts_per_minute: Some(20),
             stored: Some(1 << 30),
         };
         assert_eq!((settings.quotas, settings.max_running), (expected, 0));
@@ -1588,7 +1667,7 @@ pub(super) mod tests {
                 .variable("CELLBLOCK_QUOTA_CELLS", "7")
                 .settings()
                 .quotas
-                .cells,
+                .cells_per_minute,
             Some(7)
         );
     }
@@ -1649,7 +1728,7 @@ pub(super) mod tests {
     fn profiles_are_known_by_name() {
         assert_eq!(
             case().flag(Key::Profile, "default").settings().profile,
-            Profile::Default
+            ProfileName::Default
         );
         assert!(
             case()

@@ -11,7 +11,7 @@ use std::path::{Component, Path, PathBuf};
 
 /// Facts about the machine and the process, read once.
 #[derive(Debug, Clone, PartialEq)]
-pub(super) struct Machine {
+pub(super) struct MachineFacts {
     pub cores: usize,
     pub user_id: u32,
     pub current_dir: PathBuf,
@@ -36,7 +36,7 @@ pub(super) fn default_config_file(variables: &BTreeMap<String, String>) -> Optio
 }
 
 /// Returns the folder for sockets and sandbox roots while the server runs.
-pub(super) fn runtime_dir(variables: &BTreeMap<String, String>, machine: &Machine) -> PathBuf {
+pub(super) fn runtime_dir(variables: &BTreeMap<String, String>, machine: &MachineFacts) -> PathBuf {
     if let Some(given) = given_by_systemd(variables, "RUNTIME_DIRECTORY") {
         return given;
     }
@@ -153,8 +153,8 @@ mod tests {
             .collect()
     }
 
-    fn machine(user_id: u32) -> Machine {
-        Machine {
+    fn machine(user_id: u32) -> MachineFacts {
+        MachineFacts {
             cores: 2,
             user_id,
             current_dir: "/here".into(),

@@ -12,58 +12,61 @@ use serde::Serialize;
 use serde::de::{Deserialize, Deserializer, MapAccess, SeqAccess, Visitor};
 use serde_saphyr::Spanned;
 
-use super::table::{Key, Values};
+use super::table::{Key, Spelling, Values};
 use super::{ConfigError, InvalidValue};
 
 const PREFIX: &str = "CELLBLOCK_";
+
+/// The end of a warning about a former name.
+pub(crate) const FORMER_NAME_ENDS: &str = "the former name works in this release only";
 
 /// Variables with our prefix that are read elsewhere and are not settings.
 const OTHER_VARIABLES: [&str; 2] = ["CELLBLOCK_CONFIG", "CELLBLOCK_UV"];
 
 /// The written value of a setting. It has no `Debug`, because it may hold a secret.
-#[derive(Clone)]
-pub(super) enum Written {
+#[derive(Clone, PartialEq, Eq)]
+pub(super) enum WrittenValue {
     Nothing,
     Text(String),
-    List(Vec<Written>),
-    Table(Vec<Member>),
+    List(Vec<WrittenValue>),
+    Table(Vec<WrittenMember>),
 }
 
 /// One entry of a table.
-#[derive(Clone)]
-pub(super) struct Member {
+#[derive(Clone, PartialEq, Eq)]
+pub(super) struct WrittenMember {
     pub name: String,
     pub line: Option<u64>,
-    pub value: Written,
+    pub value: WrittenValue,
 }
 
 /// Where a setting was written.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Origin {
+pub enum SettingOrigin {
     File { path: PathBuf, line: Option<u64> },
     Variable(String),
     Flag(&'static str),
 }
 
-impl fmt::Display for Origin {
+impl fmt::Display for SettingOrigin {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Origin::File {
+            SettingOrigin::File {
                 path,
                 line: Some(line),
             } => write!(formatter, "{} line {line}", path.display()),
-            Origin::File { path, line: None } => write!(formatter, "{}", path.display()),
-            Origin::Variable(name) => formatter.write_str(name),
-            Origin::Flag(flag) => formatter.write_str(flag),
+            SettingOrigin::File { path, line: None } => write!(formatter, "{}", path.display()),
+            SettingOrigin::Variable(name) => formatter.write_str(name),
+            SettingOrigin::Flag(flag) => formatter.write_str(flag),
         }
     }
 }
 
-impl Origin {
+impl SettingOrigin {
     /// Returns the same origin, at another line if it is a file.
-    pub(super) fn at(&self, line: Option<u64>) -> Origin {
+    pub(super) fn at(&self, line: Option<u64>) -> SettingOrigin {
         match self {
-            Origin::File { path, line: old } => Origin::File {
+            SettingOrigin::File { path, line: old } => SettingOrigin::File {
                 path: path.clone(),
                 line: line.or(*old),
             },
@@ -74,55 +77,131 @@ impl Origin {
 
 /// The settings of one source.
 #[derive(Clone, Default)]
-pub(super) struct Layer(Vec<(Key, Origin, Written)>);
+pub(super) struct SettingsLayer {
+    settings: Vec<(Key, SettingOrigin, WrittenValue)>,
+    former_names: Vec<FormerNameUse>,
+}
 
-impl Layer {
-    pub(super) fn of(settings: Vec<(Key, Origin, Written)>) -> Layer {
-        Layer(settings)
+/// A setting that was written under a former name.
+#[derive(Clone)]
+struct FormerNameUse {
+    key: Key,
+    origin: SettingOrigin,
+    /// As it was written.
+    former: String,
+    /// How the same source writes it now.
+    name: String,
+}
+
+impl SettingsLayer {
+    pub(super) fn of(settings: Vec<(Key, SettingOrigin, WrittenValue)>) -> SettingsLayer {
+        SettingsLayer {
+            settings,
+            former_names: Vec::new(),
+        }
     }
 
     /// Adds a setting, which takes precedence over earlier ones.
-    pub(super) fn push(&mut self, key: Key, origin: Origin, written: Written) {
-        self.0.push((key, origin, written));
+    pub(super) fn push(&mut self, key: Key, origin: SettingOrigin, written: WrittenValue) {
+        self.settings.push((key, origin, written));
+    }
+
+    /// Adds a setting under the name that was used for it.
+    fn push_as(
+        &mut self,
+        (key, spelling): (Key, Spelling),
+        written_name: &str,
+        origin: SettingOrigin,
+        value: WrittenValue,
+    ) {
+        if spelling == Spelling::Former {
+            let name = match &origin {
+                SettingOrigin::File { .. } => key.name().to_owned(),
+                SettingOrigin::Variable(_) => variable_name(key.name()),
+                SettingOrigin::Flag(_) => key.flag_name().to_owned(),
+            };
+            self.former_names.push(FormerNameUse {
+                key,
+                origin: origin.clone(),
+                former: written_name.to_owned(),
+                name,
+            });
+        }
+        self.push(key, origin, value);
+    }
+
+    /// Returns a warning for each setting that was written under a former name. Rejects a setting
+    /// that has different values under its names.
+    pub(super) fn former_names(&self) -> Result<Vec<String>, ConfigError> {
+        let warning = |used: &FormerNameUse| {
+            let of_key = self.settings.iter().filter(|(key, ..)| *key == used.key);
+            let mut values = of_key.map(|(_, _, value)| value);
+            let first = values.next();
+            if values.any(|value| Some(value) != first) {
+                return Err(ConfigError::FormerName {
+                    origin: used.origin.clone(),
+                    former: used.former.clone(),
+                    name: used.name.clone(),
+                });
+            }
+            let (former, name) = (&used.former, &used.name);
+            let warning = format!("{former} is now called {name}; {FORMER_NAME_ENDS}");
+            Ok(match &used.origin {
+                origin @ SettingOrigin::File { .. } => format!("{origin}: {warning}"),
+                _ => warning,
+            })
+        };
+        self.former_names.iter().map(warning).collect()
     }
 }
 
 /// The settings given as flags.
 #[derive(Clone, Default)]
-pub struct Flags(Layer);
+pub struct Flags(SettingsLayer);
 
 impl Flags {
     /// Adds a flag that can be given once.
     pub fn single(mut self, key: Key, value: Option<String>) -> Flags {
-        if let Some(value) = value {
-            self.0
-                .0
-                .push((key, Origin::Flag(key.flag_name()), Written::Text(value)));
-        }
+        self.add(key, key.flag_name(), value.map(WrittenValue::Text));
         self
     }
 
     /// Adds a flag that can be repeated.
     pub fn repeated(mut self, key: Key, values: Vec<String>) -> Flags {
-        if !values.is_empty() {
-            let values = values.into_iter().map(Written::Text).collect();
-            self.0
-                .0
-                .push((key, Origin::Flag(key.flag_name()), Written::List(values)));
-        }
+        self.add(key, key.flag_name(), list_of(values));
         self
+    }
+
+    /// Adds the values of a flag that is the setting's own or a former one.
+    pub fn given_as(mut self, key: Key, flag: &'static str, values: Vec<String>) -> Flags {
+        let value = if key.row().is_list() {
+            list_of(values)
+        } else {
+            values.into_iter().next().map(WrittenValue::Text)
+        };
+        self.add(key, flag, value);
+        self
+    }
+
+    fn add(&mut self, key: Key, flag: &'static str, value: Option<WrittenValue>) {
+        if let Some(value) = value {
+            let spelling = key.flag_spelling(flag);
+            self.0
+                .push_as((key, spelling), flag, SettingOrigin::Flag(flag), value);
+        }
     }
 
     /// Names flags in origins as they were typed. `typed` has every flag of the command line. If
     /// both spellings of a flag were used, its main name is reported for all its values.
     pub fn as_typed(mut self, typed: &BTreeSet<String>) -> Flags {
-        for (key, origin, _) in &mut self.0.0 {
+        for (key, origin, _) in &mut self.0.settings {
             let flag = key.row().flag.as_ref();
-            if let Some(alias) = flag.and_then(|flag| flag.alias)
+            if *origin == SettingOrigin::Flag(key.flag_name())
+                && let Some(alias) = flag.and_then(|flag| flag.alias)
                 && typed.contains(alias)
                 && !typed.contains(key.flag_name())
             {
-                *origin = Origin::Flag(alias);
+                *origin = SettingOrigin::Flag(alias);
             }
         }
         self
@@ -130,68 +209,74 @@ impl Flags {
 
     #[cfg(test)]
     pub(crate) fn keys(&self) -> Vec<Key> {
-        self.0.0.iter().map(|(key, _, _)| *key).collect()
+        let settings = self.0.settings.iter();
+        settings.map(|(key, _, _)| *key).collect()
     }
 
-    pub(super) fn layer(self) -> Layer {
+    pub(super) fn layer(self) -> SettingsLayer {
         self.0
     }
 
     /// Returns the flags in a form that can be passed to another process.
-    pub(super) fn given(&self) -> Vec<(Key, Given)> {
-        let text = |written: &Written| match written {
-            Written::Text(text) => text.clone(),
+    pub(super) fn given(&self) -> Vec<(Key, FlagValue)> {
+        let text = |written: &WrittenValue| match written {
+            WrittenValue::Text(text) => text.clone(),
             _ => unreachable!("a flag holds a text, or a list of texts"),
         };
-        let given = |written: &Written| match written {
-            Written::List(values) => Given::Often(values.iter().map(text).collect()),
-            single => Given::Once(text(single)),
+        let given = |written: &WrittenValue| match written {
+            WrittenValue::List(values) => FlagValue::Often(values.iter().map(text).collect()),
+            single => FlagValue::Once(text(single)),
         };
         self.0
-            .0
+            .settings
             .iter()
             .map(|(key, _, written)| (*key, given(written)))
             .collect()
     }
 }
 
-impl From<Vec<(Key, Given)>> for Flags {
-    fn from(given: Vec<(Key, Given)>) -> Flags {
+impl From<Vec<(Key, FlagValue)>> for Flags {
+    fn from(given: Vec<(Key, FlagValue)>) -> Flags {
         given
             .into_iter()
             .fold(Flags::default(), |flags, (key, given)| match given {
-                Given::Once(value) => flags.single(key, Some(value)),
-                Given::Often(values) => flags.repeated(key, values),
+                FlagValue::Once(value) => flags.single(key, Some(value)),
+                FlagValue::Often(values) => flags.repeated(key, values),
             })
     }
 }
 
+fn list_of(values: Vec<String>) -> Option<WrittenValue> {
+    let values: Vec<_> = values.into_iter().map(WrittenValue::Text).collect();
+    (!values.is_empty()).then_some(WrittenValue::List(values))
+}
+
 /// The value of a flag. It has no `Debug`, because it may hold a secret.
 #[derive(Clone, Serialize, serde::Deserialize)]
-pub(super) enum Given {
+pub(super) enum FlagValue {
     Once(String),
     Often(Vec<String>),
 }
 
 /// Parses a configuration file.
-pub(super) fn from_file(path: &Path, text: &str) -> Result<Layer, ConfigError> {
-    let mut layer = Layer::default();
+pub(super) fn from_file(path: &Path, text: &str) -> Result<SettingsLayer, ConfigError> {
+    let mut layer = SettingsLayer::default();
     for member in members_of(path, text)? {
-        let origin = Origin::File {
+        let origin = SettingOrigin::File {
             path: path.to_owned(),
             line: member.line,
         };
-        let Some(key) = Key::from_name(&member.name) else {
+        let Some(found) = Key::from_name(&member.name) else {
             return Err(unknown_key(&member.name, origin, Key::names()));
         };
-        layer.0.push((key, origin, member.value));
+        layer.push_as(found, &member.name, origin, member.value);
     }
     Ok(layer)
 }
 
 /// Parses a YAML file that holds a table.
-pub(super) fn members_of(path: &Path, text: &str) -> Result<Vec<Member>, ConfigError> {
-    let whole: Written = serde_saphyr::from_str(text).map_err(|error| ConfigError::Yaml {
+pub(super) fn members_of(path: &Path, text: &str) -> Result<Vec<WrittenMember>, ConfigError> {
+    let whole: WrittenValue = serde_saphyr::from_str(text).map_err(|error| ConfigError::Yaml {
         path: path.to_owned(),
         line: error
             .location()
@@ -200,9 +285,9 @@ pub(super) fn members_of(path: &Path, text: &str) -> Result<Vec<Member>, ConfigE
         why: with_advice(first_line(&error.to_string())),
     })?;
     match whole {
-        Written::Nothing => Ok(Vec::new()),
-        Written::Table(members) => Ok(members),
-        Written::Text(_) | Written::List(_) => {
+        WrittenValue::Nothing => Ok(Vec::new()),
+        WrittenValue::Table(members) => Ok(members),
+        WrittenValue::Text(_) | WrittenValue::List(_) => {
             let why = "the file must hold settings as \"key: value\" lines".to_owned();
             Err(ConfigError::Yaml {
                 path: path.to_owned(),
@@ -221,8 +306,8 @@ pub(super) fn members_of(path: &Path, text: &str) -> Result<Vec<Member>, ConfigE
 /// "cellblock".
 pub(super) fn from_environment(
     variables: &BTreeMap<String, String>,
-) -> Result<(Layer, Vec<String>), ConfigError> {
-    let mut layer = Layer::default();
+) -> Result<(SettingsLayer, Vec<String>), ConfigError> {
+    let mut layer = SettingsLayer::default();
     let mut unknown = Vec::new();
     for (variable, value) in variables
         .iter()
@@ -231,27 +316,24 @@ pub(super) fn from_environment(
         let Some(name) = variable.strip_prefix(PREFIX) else {
             continue;
         };
-        let origin = Origin::Variable(variable.clone());
+        let origin = SettingOrigin::Variable(variable.clone());
         match Key::from_name(&name.to_ascii_lowercase())
-            .filter(|key| key.row().values != Values::FileOnly)
+            .filter(|(key, _)| key.row().values != Values::FileOnly)
         {
-            Some(key) if !matches!(key.row().values, Values::List | Values::Pairs) => {
-                layer.0.push((key, origin, Written::Text(value.clone())));
+            Some(found) if !matches!(found.0.row().values, Values::List | Values::Pairs) => {
+                layer.push_as(found, variable, origin, WrittenValue::Text(value.clone()));
             }
-            Some(key) => {
+            Some(found) => {
                 let parts = value
                     .split(',')
                     .map(str::trim)
                     .filter(|part| !part.is_empty());
-                layer.0.push((
-                    key,
-                    origin,
-                    Written::List(parts.map(|part| Written::Text(part.to_owned())).collect()),
-                ));
+                let parts = parts.map(|part| WrittenValue::Text(part.to_owned()));
+                layer.push_as(found, variable, origin, WrittenValue::List(parts.collect()));
             }
             None => match nearest(&name.to_ascii_lowercase(), Key::names()) {
                 Some(near) => {
-                    let nearest = Some(format!("{PREFIX}{}", near.to_ascii_uppercase()));
+                    let nearest = Some(variable_name(near));
                     return Err(ConfigError::UnknownKey {
                         key: variable.clone(),
                         origin,
@@ -265,14 +347,21 @@ pub(super) fn from_environment(
     Ok((layer, unknown))
 }
 
+/// Returns the name of the variable of a setting.
+fn variable_name(name: &str) -> String {
+    format!("{PREFIX}{}", name.to_ascii_uppercase())
+}
+
 /// All sources, merged.
-pub(super) struct Merged(BTreeMap<Key, Vec<(Origin, Written)>>);
+pub(super) struct Merged(BTreeMap<Key, Vec<(SettingOrigin, WrittenValue)>>);
 
 impl Merged {
     /// Merges layers; later ones take precedence.
-    pub(super) fn from_weakest_to_strongest(layers: impl IntoIterator<Item = Layer>) -> Merged {
-        let mut merged: BTreeMap<Key, Vec<(Origin, Written)>> = BTreeMap::new();
-        for (key, origin, written) in layers.into_iter().flat_map(|layer| layer.0) {
+    pub(super) fn from_weakest_to_strongest(
+        layers: impl IntoIterator<Item = SettingsLayer>,
+    ) -> Merged {
+        let mut merged: BTreeMap<Key, Vec<(SettingOrigin, WrittenValue)>> = BTreeMap::new();
+        for (key, origin, written) in layers.into_iter().flat_map(|layer| layer.settings) {
             let writings = merged.entry(key).or_default();
             if key.row().values != Values::Pairs {
                 writings.clear();
@@ -284,24 +373,27 @@ impl Merged {
 
     /// Returns everything written for a key, lowest precedence first. Only pairs can have more than
     /// one source.
-    pub(super) fn all(&self, key: Key) -> &[(Origin, Written)] {
+    pub(super) fn all(&self, key: Key) -> &[(SettingOrigin, WrittenValue)] {
         self.0.get(&key).map_or(&[], Vec::as_slice)
     }
 
     /// Returns the single text written for a key.
-    pub(super) fn text(&self, key: Key) -> Result<Option<(&Origin, &str)>, ConfigError> {
+    pub(super) fn text(&self, key: Key) -> Result<Option<(&SettingOrigin, &str)>, ConfigError> {
         match self.all(key) {
             [] => Ok(None),
-            [(_, Written::Nothing), ..] => Ok(None),
-            [(origin, Written::Text(text)), ..] => Ok(Some((origin, text))),
+            [(_, WrittenValue::Nothing), ..] => Ok(None),
+            [(origin, WrittenValue::Text(text)), ..] => Ok(Some((origin, text))),
             [(origin, _), ..] => Err(wrong_shape(key.name(), origin, "a single value")),
         }
     }
 
     /// Returns the list of texts written for a key; a single text is a list of one.
-    pub(super) fn texts(&self, key: Key) -> Result<Option<(&Origin, Vec<&str>)>, ConfigError> {
+    pub(super) fn texts(
+        &self,
+        key: Key,
+    ) -> Result<Option<(&SettingOrigin, Vec<&str>)>, ConfigError> {
         match self.all(key) {
-            [] | [(_, Written::Nothing), ..] => Ok(None),
+            [] | [(_, WrittenValue::Nothing), ..] => Ok(None),
             [(origin, written), ..] => written
                 .texts(key.name(), origin)
                 .map(|texts| Some((origin, texts))),
@@ -309,17 +401,21 @@ impl Merged {
     }
 }
 
-impl Written {
+impl WrittenValue {
     /// Returns the texts of a list, or the one text.
-    pub(super) fn texts(&self, key: &str, origin: &Origin) -> Result<Vec<&str>, ConfigError> {
+    pub(super) fn texts(
+        &self,
+        key: &str,
+        origin: &SettingOrigin,
+    ) -> Result<Vec<&str>, ConfigError> {
         match self {
-            Written::Text(text) => Ok(vec![text]),
-            Written::Nothing => Ok(Vec::new()),
-            Written::Table(_) => Err(wrong_shape(key, origin, "a list")),
-            Written::List(items) => items
+            WrittenValue::Text(text) => Ok(vec![text]),
+            WrittenValue::Nothing => Ok(Vec::new()),
+            WrittenValue::Table(_) => Err(wrong_shape(key, origin, "a list")),
+            WrittenValue::List(items) => items
                 .iter()
                 .map(|item| match item {
-                    Written::Text(text) => Ok(text.as_str()),
+                    WrittenValue::Text(text) => Ok(text.as_str()),
                     _ => Err(wrong_shape(key, origin, "a list of single values")),
                 })
                 .collect(),
@@ -330,7 +426,7 @@ impl Written {
 /// Returns the error for an unknown key, with the nearest known one.
 pub(super) fn unknown_key<'a>(
     key: &str,
-    origin: Origin,
+    origin: SettingOrigin,
     known: impl Iterator<Item = &'a str>,
 ) -> ConfigError {
     let nearest = nearest(&key.to_ascii_lowercase().replace('-', "_"), known).map(str::to_owned);
@@ -342,7 +438,7 @@ pub(super) fn unknown_key<'a>(
 }
 
 /// Returns the error for a list or table in the place of a single value, or the reverse.
-pub(super) fn wrong_shape(key: &str, origin: &Origin, allowed: &str) -> ConfigError {
+pub(super) fn wrong_shape(key: &str, origin: &SettingOrigin, allowed: &str) -> ConfigError {
     let given = "something of another shape".to_owned();
     ConfigError::Invalid(Box::new(InvalidValue {
         key: key.to_owned(),
@@ -379,8 +475,8 @@ fn first_line(text: &str) -> String {
     text.lines().next().unwrap_or_default().trim().to_owned()
 }
 
-impl<'de> Deserialize<'de> for Written {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Written, D::Error> {
+impl<'de> Deserialize<'de> for WrittenValue {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<WrittenValue, D::Error> {
         deserializer.deserialize_any(WrittenVisitor)
     }
 }
@@ -389,14 +485,14 @@ struct WrittenVisitor;
 
 macro_rules! visit_as_text {
     ($($method:ident: $type:ty),*) => {
-        $(fn $method<E>(self, value: $type) -> Result<Written, E> {
-            Ok(Written::Text(value.to_string()))
+        $(fn $method<E>(self, value: $type) -> Result<WrittenValue, E> {
+            Ok(WrittenValue::Text(value.to_string()))
         })*
     };
 }
 
 impl<'de> Visitor<'de> for WrittenVisitor {
-    type Value = Written;
+    type Value = WrittenValue;
 
     fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         formatter.write_str("a value, a list or a table")
@@ -407,37 +503,37 @@ impl<'de> Visitor<'de> for WrittenVisitor {
         visit_f64: f64, visit_str: &str
     );
 
-    fn visit_unit<E>(self) -> Result<Written, E> {
-        Ok(Written::Nothing)
+    fn visit_unit<E>(self) -> Result<WrittenValue, E> {
+        Ok(WrittenValue::Nothing)
     }
 
-    fn visit_none<E>(self) -> Result<Written, E> {
-        Ok(Written::Nothing)
+    fn visit_none<E>(self) -> Result<WrittenValue, E> {
+        Ok(WrittenValue::Nothing)
     }
 
-    fn visit_some<D: Deserializer<'de>>(self, deserializer: D) -> Result<Written, D::Error> {
-        Written::deserialize(deserializer)
+    fn visit_some<D: Deserializer<'de>>(self, deserializer: D) -> Result<WrittenValue, D::Error> {
+        WrittenValue::deserialize(deserializer)
     }
 
-    fn visit_seq<A: SeqAccess<'de>>(self, mut sequence: A) -> Result<Written, A::Error> {
+    fn visit_seq<A: SeqAccess<'de>>(self, mut sequence: A) -> Result<WrittenValue, A::Error> {
         let mut items = Vec::new();
         while let Some(item) = sequence.next_element()? {
             items.push(item);
         }
-        Ok(Written::List(items))
+        Ok(WrittenValue::List(items))
     }
 
-    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Written, A::Error> {
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<WrittenValue, A::Error> {
         let mut members = Vec::new();
-        while let Some((name, value)) = map.next_entry::<Spanned<String>, Written>()? {
+        while let Some((name, value)) = map.next_entry::<Spanned<String>, WrittenValue>()? {
             let line = Some(name.referenced.line()).filter(|line| *line > 0);
-            members.push(Member {
+            members.push(WrittenMember {
                 name: name.value,
                 line,
                 value,
             });
         }
-        Ok(Written::Table(members))
+        Ok(WrittenValue::Table(members))
     }
 }
 
@@ -445,7 +541,7 @@ impl<'de> Visitor<'de> for WrittenVisitor {
 mod tests {
     use super::*;
 
-    fn file(text: &str) -> Result<Layer, ConfigError> {
+    fn file(text: &str) -> Result<SettingsLayer, ConfigError> {
         from_file(Path::new("config.yaml"), text)
     }
 
@@ -572,7 +668,7 @@ mod tests {
     #[test]
     fn an_empty_file_says_nothing() {
         for text in ["", "# only a comment\n", "---\n"] {
-            assert!(file(text).unwrap().0.is_empty(), "{text:?}");
+            assert!(file(text).unwrap().settings.is_empty(), "{text:?}");
         }
     }
 

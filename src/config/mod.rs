@@ -49,25 +49,27 @@ use serde::{Deserialize, Serialize};
 use crate::approval::Policy;
 use crate::audit::AuditSettings;
 use crate::auth::AuthSettings;
+use crate::daemon::DaemonName;
 use crate::environment::{self, EnvironmentName, EnvironmentSpec};
-use crate::http::{AllowedHost, Origin as PageOrigin};
-use crate::keeper::KeeperName;
+use crate::http::{AllowedHost, Origin};
+use crate::quotas::Quotas;
 use crate::sandbox::container::{EngineAddress, EngineKind, FIRST_USER};
 use crate::sandbox::masks::{HostMask, MaskRule};
 use crate::sandbox::{LayerKind, SandboxLimits};
 use crate::telemetry::LogFormat;
 use checks::{NamedFile, Sources};
-use folders::Machine;
+use folders::MachineFacts;
 use layers::Merged;
 
 pub use checks::SecretProblem;
 pub use dotenv::DotenvError;
-pub use layers::{Flags, Origin};
+pub(crate) use layers::FORMER_NAME_ENDS;
+pub use layers::{Flags, SettingOrigin};
 pub use shown::ShownSetting;
 pub(crate) use shown::value;
 pub use table::Key;
 pub(crate) use table::{Commands, TakesEffect, Values};
-pub use variables::Variables;
+pub use variables::SandboxVariables;
 
 /// All settings of the operator, checked.
 #[derive(Debug, Clone)]
@@ -85,7 +87,7 @@ pub struct Settings {
     pub described: BTreeSet<EnvironmentName>,
     pub mounts: Vec<Mount>,
     /// All variables that the operator passes to sandboxes. No others are inherited.
-    pub variables: Variables,
+    pub variables: SandboxVariables,
     pub limits: SandboxLimits,
     /// Default timeout of an execution.
     pub timeout: Duration,
@@ -98,18 +100,18 @@ pub struct Settings {
     pub pool: usize,
     /// The sandbox technology.
     pub backend: BackendChoice,
-    pub undo: Undo,
+    pub undo: UndoSettings,
     /// How many variants of one `explore` run concurrently.
     pub explore_parallel: usize,
     /// Limit of concurrent cells in the whole server; zero is unlimited.
     pub max_running: usize,
     pub quotas: Quotas,
-    pub network: Network,
-    pub packages: Packages,
-    pub approvals: Approvals,
+    pub network: NetworkSettings,
+    pub packages: PackageSettings,
+    pub approvals: ApprovalSettings,
     pub package_index: PackageIndex,
-    pub service: Service,
-    pub profile: Profile,
+    pub service: ServiceSettings,
+    pub profile: ProfileName,
     /// Modules that code may import, in profiles with such lists. If it is not empty, all others
     /// are denied.
     pub allowed_modules: Vec<String>,
@@ -134,14 +136,16 @@ pub struct Settings {
     /// Tolerated problems found while reading settings, to be logged as warnings once there is a
     /// log.
     pub notices: Vec<String>,
-    /// Whether sessions are kept in a separate process that outlives the server, if it was set.
+    /// Warnings about settings that were written under former names.
+    pub former_names: Vec<String>,
+    /// Whether sessions are kept in a session daemon that outlives the server, if it was set.
     pub keep_sessions: Option<bool>,
-    /// The name of that process, if it was set.
-    pub keeper: Option<KeeperName>,
+    /// The name of that session daemon, if it was set.
+    pub daemon_name: Option<DaemonName>,
     /// Other MCP servers that sessions may use.
-    pub upstreams: Upstreams,
+    pub upstreams: UpstreamSettings,
     /// The sources of these settings, for another process that needs the same.
-    pub hand_over: HandOver,
+    pub hand_over: SettingsHandOver,
     /// Paths in shown folders that sessions must not read or change.
     pub masks: Vec<HostMask>,
     /// Files that hold secrets. `load` has verified that no sandbox is shown one.
@@ -157,32 +161,17 @@ impl Settings {
     }
 }
 
-/// Quotas of one caller of a shared server. `None` is unlimited.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Quotas {
-    pub sessions: Option<usize>,
-    pub memory: Option<u64>,
-    /// Processor time within `cpu_window`.
-    pub cpu: Option<Duration>,
-    pub cpu_window: Duration,
-    /// Per minute.
-    pub cells: Option<u32>,
-    /// Sandbox starts per minute.
-    pub starts: Option<u32>,
-    pub stored: Option<u64>,
-}
-
 /// The sandbox technology.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum BackendChoice {
     /// Namespaces of this machine's kernel.
     Native,
-    Containers(Containers),
+    Containers(ContainerChoice),
 }
 
 /// How containers are created.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Containers {
+pub struct ContainerChoice {
     pub kind: EngineKind,
     pub address: EngineAddress,
     /// Files that may have credentials for image registries.
@@ -198,7 +187,7 @@ pub struct Containers {
 
 /// How many checkpoints of a session are kept for undo.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Undo {
+pub enum UndoSettings {
     On {
         /// Maximum number of checkpoints per session.
         checkpoints: usize,
@@ -211,7 +200,7 @@ pub enum Undo {
 
 /// The hosts that sessions may reach.
 #[derive(Debug, Clone)]
-pub struct Network {
+pub struct NetworkSettings {
     /// The allowed hosts, including those of secrets, and the denied ones, which take precedence.
     /// Permits nothing by default.
     pub rules: Rules,
@@ -224,7 +213,7 @@ pub struct Network {
 
 /// Other MCP servers, set by the operator.
 #[derive(Clone, Default, PartialEq, Eq)]
-pub struct Upstreams {
+pub struct UpstreamSettings {
     /// Names and parameters in the form of client configurations, checked.
     pub servers: BTreeMap<String, serde_json::Value>,
     /// Hosts that callers over HTTP may name although they have no public address.
@@ -234,11 +223,11 @@ pub struct Upstreams {
 }
 
 // Parameters and variables hold secrets.
-impl std::fmt::Debug for Upstreams {
+impl std::fmt::Debug for UpstreamSettings {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let names: Vec<&String> = self.servers.keys().collect();
         formatter
-            .debug_struct("Upstreams")
+            .debug_struct("UpstreamSettings")
             .field("servers", &names)
             .field("allowed_hosts", &self.allowed_hosts)
             .finish()
@@ -247,7 +236,7 @@ impl std::fmt::Debug for Upstreams {
 
 /// Whether and how sessions may install packages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Packages {
+pub struct PackageSettings {
     pub allowed: bool,
     /// Size limit of one installation, in bytes.
     pub size: u64,
@@ -262,7 +251,7 @@ pub struct Packages {
     pub disk: u64,
 }
 
-impl Packages {
+impl PackageSettings {
     /// Returns the limits of a sandbox for the server's own work, where sessions have `limits`.
     pub fn sandbox_limits(&self, limits: &SandboxLimits) -> SandboxLimits {
         SandboxLimits {
@@ -276,7 +265,7 @@ impl Packages {
 
 /// Actions of code that need an approval.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Approvals {
+pub struct ApprovalSettings {
     pub policy: Policy,
     /// How long to wait for a decision.
     pub timeout: Duration,
@@ -306,7 +295,7 @@ impl std::fmt::Debug for PackageIndex {
 
 /// How `cellblock serve` is reached.
 #[derive(Debug, Clone)]
-pub struct Service {
+pub struct ServiceSettings {
     pub listen: SocketAddr,
     /// Scheme, host and port by which clients know the server, if they differ from the listen
     /// address.
@@ -314,7 +303,7 @@ pub struct Service {
     /// Allowed `Host` names of requests, beside those of this machine.
     pub allowed_hosts: Vec<AllowedHost>,
     /// Origins of pages that may use the server from a browser.
-    pub allowed_origins: Vec<PageOrigin>,
+    pub allowed_origins: Vec<Origin>,
     pub tls: Option<TlsFiles>,
     pub max_connections: usize,
     /// How long a call waits for code before its caller gets a handle instead.
@@ -346,7 +335,7 @@ pub struct Mount {
 
 /// The set of tools shown to clients.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Profile {
+pub enum ProfileName {
     Default,
     Ipybox,
     PythonDocker,
@@ -354,27 +343,27 @@ pub enum Profile {
     Pyexec,
 }
 
-impl Profile {
-    pub const ALL: [Profile; 5] = [
-        Profile::Default,
-        Profile::Ipybox,
-        Profile::PythonDocker,
-        Profile::CodeExecuter,
-        Profile::Pyexec,
+impl ProfileName {
+    pub const ALL: [ProfileName; 5] = [
+        ProfileName::Default,
+        ProfileName::Ipybox,
+        ProfileName::PythonDocker,
+        ProfileName::CodeExecuter,
+        ProfileName::Pyexec,
     ];
 
     pub fn name(self) -> &'static str {
         match self {
-            Profile::Default => "default",
-            Profile::Ipybox => "ipybox",
-            Profile::PythonDocker => "python-docker-mcp",
-            Profile::CodeExecuter => "code-executer",
-            Profile::Pyexec => "pyexec",
+            ProfileName::Default => "default",
+            ProfileName::Ipybox => "ipybox",
+            ProfileName::PythonDocker => "python-docker-mcp",
+            ProfileName::CodeExecuter => "code-executer",
+            ProfileName::Pyexec => "pyexec",
         }
     }
 
-    pub fn from_name(name: &str) -> Option<Profile> {
-        Profile::ALL
+    pub fn from_name(name: &str) -> Option<ProfileName> {
+        ProfileName::ALL
             .into_iter()
             .find(|profile| profile.name() == name)
     }
@@ -391,12 +380,12 @@ pub enum ConfigError {
     },
     #[error("{origin}: could not read {}", path.display())]
     NamedFile {
-        origin: Origin,
+        origin: SettingOrigin,
         path: PathBuf,
         #[source]
         cause: io::Error,
     },
-    #[error("{}: {why}", Origin::File { path: path.clone(), line: *line })]
+    #[error("{}: {why}", SettingOrigin::File { path: path.clone(), line: *line })]
     Yaml {
         path: PathBuf,
         line: Option<u64>,
@@ -405,20 +394,29 @@ pub enum ConfigError {
     #[error("{origin}: there is no setting \"{key}\"{}", did_you_mean(nearest.as_deref()))]
     UnknownKey {
         key: String,
-        origin: Origin,
+        origin: SettingOrigin,
         nearest: Option<String>,
+    },
+    #[error(
+        "{origin}: {former} is the former name of {name}, which is written too, with another \
+         value; write only {name}"
+    )]
+    FormerName {
+        origin: SettingOrigin,
+        former: String,
+        name: String,
     },
     #[error(transparent)]
     Invalid(Box<InvalidValue>),
     #[error("{origin}: the variable {name} is refused: {why}")]
     Variable {
-        origin: Origin,
+        origin: SettingOrigin,
         name: String,
         why: &'static str,
     },
     #[error("{origin}: number {number} of secrets cannot be used")]
     Secret {
-        origin: Origin,
+        origin: SettingOrigin,
         number: usize,
         #[source]
         cause: SecretProblem,
@@ -488,7 +486,7 @@ pub enum ConfigError {
 #[error("{origin}: {key} cannot be {given}{}; allowed: {allowed}", in_brackets(why.as_deref()))]
 pub struct InvalidValue {
     pub key: String,
-    pub origin: Origin,
+    pub origin: SettingOrigin,
     pub given: String,
     pub allowed: String,
     pub why: Option<String>,
@@ -522,7 +520,7 @@ fn in_plain_words(error: io::Error) -> io::Error {
 /// `CELLBLOCK_CONFIG`. The file at the default path is optional.
 pub fn load(config_file: Option<&Path>, flags: Flags) -> Result<Settings, ConfigError> {
     let file = config_text(config_file, &own_variables(), &current_dir()?)?;
-    let hand_over = HandOver {
+    let hand_over = SettingsHandOver {
         file: file.clone(),
         flags: flags.given(),
     };
@@ -535,8 +533,8 @@ pub fn load(config_file: Option<&Path>, flags: Flags) -> Result<Settings, Config
 
 /// Checks the settings handed over by another process of this program. The environment and the
 /// current folder must be the same as there.
-pub fn load_handed_over(hand_over: HandOver) -> Result<Settings, ConfigError> {
-    let HandOver { file, flags } = hand_over.clone();
+pub fn load_handed_over(hand_over: SettingsHandOver) -> Result<Settings, ConfigError> {
+    let SettingsHandOver { file, flags } = hand_over.clone();
     let (settings, _) = read(file, Flags::from(flags), Folders::Made)?;
     Ok(Settings {
         hand_over,
@@ -564,7 +562,11 @@ pub fn inspect(config_file: Option<&Path>, flags: Flags) -> Result<Inspection, C
     Ok(Inspection {
         file: path,
         settings: shown,
-        notices: settings.notices,
+        notices: settings
+            .former_names
+            .into_iter()
+            .chain(settings.notices)
+            .collect(),
     })
 }
 
@@ -581,7 +583,7 @@ fn read(
     folders: Folders,
 ) -> Result<(Settings, Merged), ConfigError> {
     let (variables, current_dir) = (own_variables(), current_dir()?);
-    let machine = Machine {
+    let machine = MachineFacts {
         cores: std::thread::available_parallelism().map_or(1, usize::from),
         user_id: rustix::process::geteuid().as_raw(),
         temporary_dir: std::env::temp_dir(),
@@ -603,14 +605,14 @@ fn read(
 /// The configuration file and the flags as they were read. Together with the environment, which a
 /// child process inherits anyway, they determine all settings.
 #[derive(Clone, Default, Serialize, Deserialize)]
-pub struct HandOver {
+pub struct SettingsHandOver {
     file: Option<(PathBuf, String)>,
-    flags: Vec<(Key, layers::Given)>,
+    flags: Vec<(Key, layers::FlagValue)>,
 }
 
-impl std::fmt::Debug for HandOver {
+impl std::fmt::Debug for SettingsHandOver {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        formatter.write_str("HandOver([redacted])")
+        formatter.write_str("SettingsHandOver([redacted])")
     }
 }
 
@@ -949,7 +951,7 @@ pub(crate) mod tests_support {
     /// Returns the settings of a configuration file in `base`.
     pub(crate) fn settings_of(base: &Path, text: &str) -> Settings {
         let variables = BTreeMap::from([("HOME".to_owned(), base.to_string_lossy().into_owned())]);
-        let machine = Machine {
+        let machine = MachineFacts {
             cores: 1,
             user_id: 1,
             current_dir: base.to_owned(),

@@ -16,11 +16,11 @@ use std::path::{Component, Path, PathBuf};
 
 use serde_json::Value;
 
-use super::checks::{NamedFile, ReadFile};
+use super::checks::{NamedFile, ReadNamedFile};
 use super::folders;
-use super::layers::{self, Layer, Member, Origin, Written};
+use super::layers::{self, SettingOrigin, SettingsLayer, WrittenMember, WrittenValue};
 use super::table::Key;
-use super::{ConfigError, InvalidValue, Profile};
+use super::{ConfigError, InvalidValue, ProfileName};
 use crate::sandbox::masks::MaskRule;
 
 /// Packages that python-docker-mcp includes. They are missing in its list, but its documentation
@@ -86,7 +86,7 @@ const DANGEROUS_MODULES: [&str; 9] = [
 pub(super) struct Surroundings<'a> {
     pub variables: &'a BTreeMap<String, String>,
     pub current_dir: &'a Path,
-    pub read: ReadFile<'a>,
+    pub read: ReadNamedFile<'a>,
     /// Whether sandboxes are containers, if it was set.
     pub containers: Option<bool>,
     /// Whether an image was named.
@@ -120,20 +120,20 @@ impl Surroundings<'_> {
 /// Returns the settings of a profile, lowest precedence first. Settings without effect are added to
 /// `notices`.
 pub(super) fn layer(
-    profile: Profile,
+    profile: ProfileName,
     surroundings: &Surroundings<'_>,
     notices: &mut Vec<String>,
-) -> Result<Layer, ConfigError> {
+) -> Result<SettingsLayer, ConfigError> {
     let mut layer = usual(profile);
     // An image named to ipybox implies a container.
-    if profile == Profile::Ipybox && surroundings.image && surroundings.containers.is_none() {
+    if profile == ProfileName::Ipybox && surroundings.image && surroundings.containers.is_none() {
         layer.push(
             Key::Backend,
-            Origin::Flag("--profile"),
-            Written::Text("docker".to_owned()),
+            SettingOrigin::Flag("--profile"),
+            WrittenValue::Text("docker".to_owned()),
         );
     }
-    if profile == Profile::PythonDocker {
+    if profile == ProfileName::PythonDocker {
         let without_pool = own_file(surroundings, &mut layer, notices)?;
         own_variables(surroundings, without_pool, &mut layer, notices)?;
     }
@@ -141,26 +141,30 @@ pub(super) fn layer(
 }
 
 /// The default settings of each server. None of these profiles has an undo tool.
-fn usual(profile: Profile) -> Layer {
+fn usual(profile: ProfileName) -> SettingsLayer {
     let text = |key: Key, value: &str| {
         (
             key,
-            Origin::Flag("--profile"),
-            Written::Text(value.to_owned()),
+            SettingOrigin::Flag("--profile"),
+            WrittenValue::Text(value.to_owned()),
         )
     };
     let list = |key: Key, values: &[&str]| {
         let values = values
             .iter()
-            .map(|value| Written::Text((*value).to_owned()))
+            .map(|value| WrittenValue::Text((*value).to_owned()))
             .collect();
-        (key, Origin::Flag("--profile"), Written::List(values))
+        (
+            key,
+            SettingOrigin::Flag("--profile"),
+            WrittenValue::List(values),
+        )
     };
-    Layer::of(match profile {
-        Profile::Default => Vec::new(),
+    SettingsLayer::of(match profile {
+        ProfileName::Default => Vec::new(),
         // ipybox keeps a kernel as long as its server runs. A day without a call is equivalent.
-        Profile::Ipybox => vec![text(Key::Undo, "off"), text(Key::IdleTimeout, "24h")],
-        Profile::PythonDocker => vec![
+        ProfileName::Ipybox => vec![text(Key::Undo, "off"), text(Key::IdleTimeout, "24h")],
+        ProfileName::PythonDocker => vec![
             text(Key::Undo, "off"),
             text(Key::Memory, "256M"),
             text(Key::Cpus, "0.5"),
@@ -174,14 +178,14 @@ fn usual(profile: Profile) -> Layer {
             ),
             list(Key::BlockedModules, &BLOCKED_MODULES),
         ],
-        Profile::CodeExecuter => {
+        ProfileName::CodeExecuter => {
             vec![
                 text(Key::Undo, "off"),
                 text(Key::IdleTimeout, "24h"),
                 list(Key::BlockedModules, &DANGEROUS_MODULES),
             ]
         }
-        Profile::Pyexec => vec![
+        ProfileName::Pyexec => vec![
             text(Key::Undo, "off"),
             text(Key::Memory, "512M"),
             text(Key::Cpus, "0.5"),
@@ -195,9 +199,9 @@ fn usual(profile: Profile) -> Layer {
 /// does.
 fn own_file(
     surroundings: &Surroundings<'_>,
-    layer: &mut Layer,
+    layer: &mut SettingsLayer,
     notices: &mut Vec<String>,
-) -> Result<Option<Origin>, ConfigError> {
+) -> Result<Option<SettingOrigin>, ConfigError> {
     let named = surroundings
         .variable(CONFIG)
         .map(|path| surroundings.absolute(path));
@@ -209,7 +213,7 @@ fn own_file(
         None if named.is_none() => return Ok(None),
         // The missing file may have been meant to restrict something.
         None => {
-            let origin = Origin::Variable(CONFIG.to_owned());
+            let origin = SettingOrigin::Variable(CONFIG.to_owned());
             let given = surroundings.variable(CONFIG).unwrap_or_default();
             return Err(refused_value(&origin, given, "a file that exists"));
         }
@@ -227,18 +231,18 @@ fn own_file(
 
 struct PythonDockerFile<'a> {
     path: &'a Path,
-    layer: &'a mut Layer,
+    layer: &'a mut SettingsLayer,
     notices: &'a mut Vec<String>,
     /// Where the pool is disabled, whatever its size.
-    without_pool: Option<Origin>,
+    without_pool: Option<SettingOrigin>,
     /// Sandboxes are containers.
     containers: bool,
 }
 
 impl PythonDockerFile<'_> {
-    fn read(mut self, text: &str) -> Result<Option<Origin>, ConfigError> {
+    fn read(mut self, text: &str) -> Result<Option<SettingOrigin>, ConfigError> {
         for member in layers::members_of(self.path, text)? {
-            let origin = Origin::File {
+            let origin = SettingOrigin::File {
                 path: self.path.to_owned(),
                 line: member.line,
             };
@@ -259,10 +263,14 @@ impl PythonDockerFile<'_> {
         Ok(self.without_pool)
     }
 
-    fn table(&self, member: &Member, origin: &Origin) -> Result<Vec<Member>, ConfigError> {
+    fn table(
+        &self,
+        member: &WrittenMember,
+        origin: &SettingOrigin,
+    ) -> Result<Vec<WrittenMember>, ConfigError> {
         match &member.value {
-            Written::Table(members) => Ok(members.clone()),
-            Written::Nothing => Ok(Vec::new()),
+            WrittenValue::Table(members) => Ok(members.clone()),
+            WrittenValue::Nothing => Ok(Vec::new()),
             _ => Err(layers::wrong_shape(
                 &member.name,
                 origin,
@@ -274,10 +282,11 @@ impl PythonDockerFile<'_> {
     fn setting(
         &mut self,
         name: &str,
-        origin: Origin,
-        mut value: Written,
+        origin: SettingOrigin,
+        mut value: WrittenValue,
     ) -> Result<(), ConfigError> {
-        let is = |word: bool| matches!(&value, Written::Text(text) if truth(text) == Some(word));
+        let is =
+            |word: bool| matches!(&value, WrittenValue::Text(text) if truth(text) == Some(word));
         let key = match name {
             "docker.memory_limit" => Key::Memory,
             "docker.cpu_limit" => Key::Cpus,
@@ -290,10 +299,12 @@ impl PythonDockerFile<'_> {
             "package.trusted_hosts" => Key::PackageTrustedHosts,
             "allowed_modules" => {
                 // An empty list counts as not set.
-                if let Written::List(listed) = &mut value
+                if let WrittenValue::List(listed) = &mut value
                     && !listed.is_empty()
                 {
-                    listed.extend(BUNDLED_MODULES.map(|module| Written::Text(module.to_owned())));
+                    listed.extend(
+                        BUNDLED_MODULES.map(|module| WrittenValue::Text(module.to_owned())),
+                    );
                 }
                 Key::AllowedModules
             }
@@ -303,8 +314,11 @@ impl PythonDockerFile<'_> {
                 return Ok(());
             }
             "docker.network_disabled" if is(false) => {
-                self.layer
-                    .push(Key::AllowNetwork, origin, Written::Text("all".to_owned()));
+                self.layer.push(
+                    Key::AllowNetwork,
+                    origin,
+                    WrittenValue::Text("all".to_owned()),
+                );
                 return Ok(());
             }
             "docker.pool_enabled" | "docker.network_disabled" if is(true) => return Ok(()),
@@ -312,7 +326,7 @@ impl PythonDockerFile<'_> {
                 return Err(layers::wrong_shape(name, &origin, "true or false"));
             }
             "docker.read_only" if is(true) => return Ok(()),
-            "package.installer" if matches!(&value, Written::Text(text) if text == "uv") => {
+            "package.installer" if matches!(&value, WrittenValue::Text(text) if text == "uv") => {
                 return Ok(());
             }
             _ => {
@@ -363,8 +377,8 @@ const SETTINGS: [(&str, Key); 5] = [
 /// where that file disables the pool.
 fn own_variables(
     surroundings: &Surroundings<'_>,
-    without_pool: Option<Origin>,
-    layer: &mut Layer,
+    without_pool: Option<SettingOrigin>,
+    layer: &mut SettingsLayer,
     notices: &mut Vec<String>,
 ) -> Result<(), ConfigError> {
     let known = || {
@@ -389,7 +403,7 @@ fn own_variables(
             continue;
         };
         let (origin, nearest) = (
-            Origin::Variable(variable.clone()),
+            SettingOrigin::Variable(variable.clone()),
             Some(format!("{VARIABLES}{near}")),
         );
         return Err(ConfigError::UnknownKey {
@@ -402,8 +416,8 @@ fn own_variables(
         if let Some(value) = surroundings.variable(name) {
             layer.push(
                 key,
-                Origin::Variable(name.to_owned()),
-                Written::Text(value.to_owned()),
+                SettingOrigin::Variable(name.to_owned()),
+                WrittenValue::Text(value.to_owned()),
             );
         }
     }
@@ -411,31 +425,31 @@ fn own_variables(
         None => Ok(None),
         Some(value) => truth(value).map(Some).ok_or_else(|| {
             refused_value(
-                &Origin::Variable(name.to_owned()),
+                &SettingOrigin::Variable(name.to_owned()),
                 value,
                 "1, true, yes or on, or 0, false, no or off",
             )
         }),
     };
     let without_pool = match switch(POOL_ENABLED)? {
-        Some(is_on) => (!is_on).then(|| Origin::Variable(POOL_ENABLED.to_owned())),
+        Some(is_on) => (!is_on).then(|| SettingOrigin::Variable(POOL_ENABLED.to_owned())),
         None => without_pool,
     };
     if let Some(origin) = without_pool {
-        layer.push(Key::Pool, origin, Written::Text("0".to_owned()));
+        layer.push(Key::Pool, origin, WrittenValue::Text("0".to_owned()));
     }
     if switch(DEBUG)? == Some(true) {
         layer.push(
             Key::LogLevel,
-            Origin::Variable(DEBUG.to_owned()),
-            Written::Text("debug".to_owned()),
+            SettingOrigin::Variable(DEBUG.to_owned()),
+            WrittenValue::Text("debug".to_owned()),
         );
     }
     Ok(())
 }
 
 /// Returns the error for a variable with an invalid value.
-fn refused_value(origin: &Origin, given: &str, allowed: &str) -> ConfigError {
+fn refused_value(origin: &SettingOrigin, given: &str, allowed: &str) -> ConfigError {
     ConfigError::Invalid(Box::new(InvalidValue {
         key: "it".to_owned(),
         origin: origin.clone(),
@@ -463,8 +477,8 @@ pub(super) fn sandbox_config(
     path: &Path,
     surroundings: &Surroundings<'_>,
     notices: &mut Vec<String>,
-) -> Result<(Layer, ProtectedPaths), ConfigError> {
-    let mut layer = Layer::of(Vec::new());
+) -> Result<(SettingsLayer, ProtectedPaths), ConfigError> {
+    let mut layer = SettingsLayer::of(Vec::new());
     let mut protected = ProtectedPaths::new();
     let Some(text) = surroundings.text(path)? else {
         notices.push(format!(
@@ -524,15 +538,15 @@ pub(super) fn sandbox_config(
             let written: Vec<&str> = texts()?;
             let rules = written
                 .into_iter()
-                .map(|rule| Written::Text(rule_of_sandbox(rule, key)))
+                .map(|rule| WrittenValue::Text(rule_of_sandbox(rule, key)))
                 .collect();
             layer.push(
                 key,
-                Origin::File {
+                SettingOrigin::File {
                     path: path.to_owned(),
                     line: None,
                 },
-                Written::List(rules),
+                WrittenValue::List(rules),
             );
         }
     }
@@ -586,7 +600,7 @@ mod tests {
     use std::time::Duration;
 
     use super::super::checks::tests::{Case, case};
-    use super::super::{BackendChoice, Settings, Undo};
+    use super::super::{BackendChoice, Settings, UndoSettings};
     use super::*;
 
     const FILE: &str = "/home/me/.python-docker-mcp/config.yaml";
@@ -609,7 +623,7 @@ mod tests {
                 settings.limits.cpus,
                 settings.timeout.as_secs(),
                 hours,
-                settings.undo == Undo::Off,
+                settings.undo == UndoSettings::Off,
             )
         };
         assert_eq!(limits("default"), (2048, 2.0, 120, 1, false));

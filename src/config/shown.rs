@@ -13,10 +13,10 @@ use std::time::Duration;
 use serde_json::{Value, json};
 
 use super::checks::PASSED_ON;
-use super::layers::{Merged, Origin};
+use super::layers::{Merged, SettingOrigin};
 use super::quantity::{format_duration, format_size};
 use super::table::Key;
-use super::{BackendChoice, Containers, Settings, Undo};
+use super::{BackendChoice, ContainerChoice, Settings, UndoSettings};
 use crate::audit::{AuditSettings, OnFailure, Sync};
 use crate::auth::{AuthChoice, AuthSettings, IssuerVariables};
 use crate::sandbox::LayerKind;
@@ -99,13 +99,13 @@ fn origins(
     key: Key,
     value: &Value,
 ) -> Vec<String> {
-    let place = |origin: &Origin| match origin {
-        Origin::File {
+    let place = |origin: &SettingOrigin| match origin {
+        SettingOrigin::File {
             path,
             line: Some(line),
         } => format!("{}:{line}", path.display()),
         // The default settings of a profile have its flag as their origin.
-        Origin::Flag("--profile") if key != Key::Profile => {
+        SettingOrigin::Flag("--profile") if key != Key::Profile => {
             format!("profile {}", settings.profile.name())
         }
         origin => origin.to_string(),
@@ -146,13 +146,13 @@ pub(crate) fn value(settings: &Settings, key: Key) -> SettingValue {
     let limits = &settings.limits;
     let (network, service) = (&settings.network, &settings.service);
     let approve = settings.approvals.policy.defaults();
-    let containers = |value: &dyn Fn(&Containers) -> SettingValue| match &settings.backend {
+    let containers = |value: &dyn Fn(&ContainerChoice) -> SettingValue| match &settings.backend {
         BackendChoice::Native => SettingValue::Nothing,
         BackendChoice::Containers(choice) => value(choice),
     };
     let undo = |value: &dyn Fn(usize, u64) -> SettingValue| match settings.undo {
-        Undo::Off => SettingValue::Nothing,
-        Undo::On { checkpoints, files } => value(checkpoints, files),
+        UndoSettings::Off => SettingValue::Nothing,
+        UndoSettings::On { checkpoints, files } => value(checkpoints, files),
     };
     let audit = |value: &dyn Fn(&AuditSettings) -> SettingValue| match &settings.audit {
         None => SettingValue::Nothing,
@@ -188,28 +188,28 @@ pub(crate) fn value(settings: &Settings, key: Key) -> SettingValue {
         Key::PoolCreations => containers(&|choice| text(choice.pool_creations)),
         Key::Backend => text(match &settings.backend {
             BackendChoice::Native => "native",
-            BackendChoice::Containers(Containers {
+            BackendChoice::Containers(ContainerChoice {
                 kind: EngineKind::Docker,
                 ..
             }) => "docker",
-            BackendChoice::Containers(Containers {
+            BackendChoice::Containers(ContainerChoice {
                 kind: EngineKind::Podman,
                 ..
             }) => "podman",
         }),
         Key::Runtime => containers(&|choice| optional(&choice.runtime, text)),
         Key::ContainerTag => containers(&|choice| text(&choice.image)),
-        Key::Undo => switch(settings.undo != Undo::Off),
+        Key::Undo => switch(settings.undo != UndoSettings::Off),
         Key::UndoCheckpoints => undo(&|checkpoints, _| text(checkpoints)),
         Key::UndoFiles => undo(&|_, files| size(files)),
         Key::ExploreParallel => text(settings.explore_parallel),
         Key::MaxRunning => text(settings.max_running),
         Key::QuotaSessions => optional(&settings.quotas.sessions, text),
         Key::QuotaMemory => optional(&settings.quotas.memory, |bytes| size(*bytes)),
-        Key::QuotaCpu => optional(&settings.quotas.cpu, |time| duration(*time)),
-        Key::QuotaCpuWindow => duration(settings.quotas.cpu_window),
-        Key::QuotaCells => optional(&settings.quotas.cells, text),
-        Key::QuotaStarts => optional(&settings.quotas.starts, text),
+        Key::QuotaCpu => optional(&settings.quotas.processor_time, |time| duration(*time)),
+        Key::QuotaCpuWindow => duration(settings.quotas.processor_window),
+        Key::QuotaCells => optional(&settings.quotas.cells_per_minute, text),
+        Key::QuotaStarts => optional(&settings.quotas.starts_per_minute, text),
         Key::QuotaStored => optional(&settings.quotas.stored, |bytes| size(*bytes)),
         Key::AllowNetwork => text(match &network.rules {
             rules if rules.is_everything() => "all",
@@ -257,7 +257,7 @@ pub(crate) fn value(settings: &Settings, key: Key) -> SettingValue {
             Some(keep) => switch(keep),
             None => text("on for serve, else off"),
         },
-        Key::Keeper => match &settings.keeper {
+        Key::DaemonName => match &settings.daemon_name {
             Some(name) => text(name),
             None => text("the name of the command"),
         },

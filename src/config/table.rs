@@ -22,6 +22,8 @@ use Values::{FileOnly, List, Number, Pairs, Phrases, Size, Text, Time, Words};
 pub(crate) struct Setting {
     /// Its name in the file and in messages. `CELLBLOCK_` and the name in capitals is its variable.
     pub name: &'static str,
+    /// Its names in earlier releases.
+    pub former: &'static [FormerName],
     pub flag: Option<Flag>,
     pub values: Values,
     pub default: DefaultValue,
@@ -30,6 +32,13 @@ pub(crate) struct Setting {
     pub text: &'static str,
     /// Further text for documents, or empty.
     pub details: &'static str,
+}
+
+/// A name that a setting had in an earlier release. It works for one release, with a warning, in
+/// the file, as a variable and as a flag.
+pub(crate) struct FormerName {
+    pub name: &'static str,
+    pub flag: Option<&'static str>,
 }
 
 /// How a setting is written on the command line.
@@ -104,10 +113,10 @@ pub(crate) enum TakesEffect {
 }
 
 macro_rules! settings {
-    ($($key:ident => $row:expr;)*) => {
+    ($($(#[$attribute:meta])* $key:ident => $row:expr;)*) => {
         /// A setting.
         #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-        pub enum Key { $($key,)* }
+        pub enum Key { $($(#[$attribute])* $key,)* }
 
         const KEYS: &[Key] = &[$(Key::$key,)*];
 
@@ -135,14 +144,39 @@ impl Key {
         ROWS.iter().map(|row| row.name)
     }
 
-    pub(super) fn from_name(name: &str) -> Option<Key> {
+    /// Finds a setting by its name or a former one.
+    pub(super) fn from_name(name: &str) -> Option<(Key, Spelling)> {
         let name = name.replace('-', "_");
-        Key::all().find(|key| key.name() == name)
+        let spelling = |key: Key| {
+            let is_former = || key.row().former.iter().any(|former| former.name == name);
+            if key.name() == name {
+                Some((key, Spelling::Present))
+            } else {
+                is_former().then_some((key, Spelling::Former))
+            }
+        };
+        Key::all().find_map(spelling)
+    }
+
+    /// Returns the spelling of one of its flags.
+    pub(super) fn flag_spelling(self, flag: &str) -> Spelling {
+        let is_former = |former: &FormerName| former.flag == Some(flag);
+        match self.row().former.iter().any(is_former) {
+            true => Spelling::Former,
+            false => Spelling::Present,
+        }
     }
 
     pub(super) fn flag_name(self) -> &'static str {
         self.row().flag.as_ref().map_or("", |flag| flag.name)
     }
+}
+
+/// Whether a setting was written under its name or under one of an earlier release.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Spelling {
+    Present,
+    Former,
 }
 
 impl Setting {
@@ -160,6 +194,11 @@ impl Setting {
         if let Some(flag) = &mut self.flag {
             flag.alias = Some(alias);
         }
+        self
+    }
+
+    const fn former(mut self, names: &'static [FormerName]) -> Self {
+        self.former = names;
         self
     }
 
@@ -273,6 +312,7 @@ const fn setting(
 ) -> Setting {
     Setting {
         name,
+        former: &[],
         flag: None,
         values,
         default,
@@ -534,12 +574,14 @@ settings! {
     KeepSessions => setting("keep_sessions", SWITCH, Derived("`on` for `serve`, else `off`"),
         Restart,
         "Whether sessions [outlive this process](sessions.md#sessions-that-outlive-their-server), \
-         kept by one of their own")
+         kept by a session daemon")
         .flag("--keep-sessions", "on|off", Servers);
-    Keeper => setting("keeper", Text, Derived("the command"), Restart,
-        "Name of the process that keeps them; servers of one user with the same one have the same \
-         sessions")
-        .flag("--keeper", "NAME", Servers)
+    // A server of an earlier version passes it to its daemon by the former name.
+    #[serde(alias = "Keeper")]
+    DaemonName => setting("daemon_name", Text, Derived("the command"), Restart,
+        "Name of the session daemon; servers of one user with the same one have the same sessions")
+        .flag("--daemon-name", "NAME", Servers)
+        .former(&[FormerName { name: "keeper", flag: Some("--keeper") }])
         .details("1 to 32 letters, digits, `_`, `-`");
     Profile => setting("profile",
         Words(&["default", "ipybox", "python-docker-mcp", "code-executer", "pyexec"]),
@@ -606,10 +648,10 @@ settings! {
     LogFormat => setting("log_format", Words(&["text", "json"]), Value("text"), Restart,
         "How lines of [the log](operations.md#the-log) are written")
         .flag("--log-format", "text|json", All);
-    OtlpEndpoint => setting("otlp_endpoint", Text, Derived("`$OTEL_EXPORTER_OTLP_ENDPOINT`,
-        else none"),
-        Restart, "Collector that [traces](operations.md#traces) are sent to, such as \
-        `http://127.0.0.1:4318`")
+    OtlpEndpoint => setting("otlp_endpoint", Text,
+        Derived("`$OTEL_EXPORTER_OTLP_ENDPOINT`, else none"), Restart,
+        "Collector that [traces](operations.md#traces) are sent to, such as \
+         `http://127.0.0.1:4318`")
         .flag("--otlp-endpoint", "URL", Servers)
         .details("an `http` or `https` address without a user name");
     AuditFile => setting("audit_file", Text, Nothing, Restart,
@@ -631,20 +673,29 @@ settings! {
 #[cfg(test)]
 mod tests {
     use super::super::checks::tests::case;
-    use super::super::{ConfigError, Profile};
+    use super::super::{ConfigError, ProfileName};
     use super::*;
 
     #[test]
     fn every_name_is_that_of_one_row() {
-        let names = || ROWS.iter().map(|row| row.name);
+        let names = || {
+            let former = |row: &'static Setting| row.former.iter().map(|former| former.name);
+            ROWS.iter()
+                .flat_map(move |row| std::iter::once(row.name).chain(former(row)))
+        };
         let flags = || ROWS.iter().filter_map(|row| row.flag.as_ref());
         let words = || {
+            let former = ROWS.iter().flat_map(|row| row.former);
             flags()
                 .flat_map(|flag| [Some(flag.name), flag.alias])
+                .chain(former.map(|former| former.flag))
                 .flatten()
         };
         for key in Key::all() {
-            assert_eq!(Key::from_name(key.name()), Some(key));
+            assert_eq!(Key::from_name(key.name()), Some((key, Spelling::Present)));
+            for former in key.row().former {
+                assert_eq!(Key::from_name(former.name), Some((key, Spelling::Former)));
+            }
         }
         for name in names() {
             assert_eq!(names().filter(|other| *other == name).count(), 1, "{name}");
@@ -702,7 +753,7 @@ mod tests {
         let Words(profiles) = Key::Profile.row().values else {
             panic!("a profile is a word")
         };
-        assert_eq!(profiles, Profile::ALL.map(Profile::name));
+        assert_eq!(profiles, ProfileName::ALL.map(ProfileName::name));
     }
 
     #[test]

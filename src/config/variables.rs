@@ -6,9 +6,9 @@ use std::fmt;
 /// Names and values of the sandbox's variables. `Debug` prints names only, because values are often
 /// secrets.
 #[derive(Clone, Default, PartialEq, Eq)]
-pub struct Variables(BTreeMap<String, String>);
+pub struct SandboxVariables(BTreeMap<String, String>);
 
-impl Variables {
+impl SandboxVariables {
     pub fn get(&self, name: &str) -> Option<&str> {
         self.0.get(name).map(String::as_str)
     }
@@ -34,7 +34,7 @@ impl Variables {
     }
 }
 
-impl fmt::Debug for Variables {
+impl fmt::Debug for SandboxVariables {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         formatter
             .debug_map()
@@ -57,7 +57,7 @@ mod tests {
 
     #[test]
     fn printing_variables_shows_names_and_no_values() {
-        let mut variables = Variables::default();
+        let mut variables = SandboxVariables::default();
         variables.set("TOKEN".to_owned(), "hunter2".to_owned());
         assert_eq!(format!("{variables:?}"), r#"{"TOKEN": [redacted]}"#);
         assert_eq!(variables.get("TOKEN"), Some("hunter2"));

@@ -10,7 +10,7 @@
 //!
 //! Each operation is a struct in a file of its own; the table below names its reply and the session
 //! that it is about. `Op` and `Reply` travel between processes, so they are a wire format: fields
-//! may be added with a default, other changes raise `keeper::PROTOCOL`. `golden` holds an example
+//! may be added with a default, other changes raise `daemon::PROTOCOL`. `golden` holds an example
 //! of each operation and reply. Nothing in them depends on the machine of the caller: contents of
 //! files travel beside them as streams, in [`Io`].
 //!

@@ -19,6 +19,7 @@ use serde::{Deserialize, Serialize};
 use tokio::time::Instant;
 
 use super::{Principal, Refused};
+pub use crate::quotas::Quotas;
 use crate::sandbox::Gauge;
 
 /// Number of slots in a window. Counted amounts leave the window one slot at a time, up to one slot
@@ -30,44 +31,12 @@ const FRESH_FOR: Duration = Duration::from_secs(1);
 /// Number of accounts above which empty accounts are removed.
 const MANY_ACCOUNTS: usize = 1000;
 
-/// Limits per principal. `None` means unlimited.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Quotas {
-    /// Sessions that exist at the same time.
-    pub sessions: Option<usize>,
-    /// Bytes of memory used by all its sandboxes together. Above this limit, no new work starts.
-    pub memory: Option<u64>,
-    /// Processor time within `processor_window`.
-    pub processor_time: Option<Duration>,
-    pub processor_window: Duration,
-    pub cells_per_minute: Option<u32>,
-    /// Sandboxes started per minute: new sessions, forks and variants.
-    pub starts_per_minute: Option<u32>,
-    /// Bytes of files in sessions' private folders, of kept outputs and of unfinished uploads.
-    /// Above this limit, no session or file is added.
-    pub stored: Option<u64>,
-}
-
 /// New caller limits that a server applies to existing sessions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LimitSetup {
     pub quotas: Quotas,
     /// Cells that run concurrently in the whole server; zero means unlimited.
     pub max_running: usize,
-}
-
-impl Default for Quotas {
-    fn default() -> Quotas {
-        Quotas {
-            sessions: None,
-            memory: None,
-            processor_time: None,
-            processor_window: Duration::from_secs(3600),
-            cells_per_minute: None,
-            starts_per_minute: None,
-            stored: None,
-        }
-    }
 }
 
 /// One of the quotas.

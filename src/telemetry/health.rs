@@ -13,7 +13,7 @@ pub enum Part {
     /// The environment and the warm interpreter.
     Python,
     /// The session daemon.
-    Keeper,
+    SessionDaemon,
     Audit,
     /// Signing keys of the issuers.
     Keys,
@@ -26,7 +26,7 @@ impl Part {
     pub fn name(self) -> &'static str {
         match self {
             Part::Python => "python",
-            Part::Keeper => "keeper",
+            Part::SessionDaemon => "daemon",
             Part::Audit => "audit",
             Part::Keys => "keys",
             Part::Draining => "draining",
@@ -128,15 +128,17 @@ mod tests {
         let health = Health::new();
         assert_eq!(health.ready(), Ok(()));
         health.not_ready(Part::Python, "preparing Python, step 2 of 5");
-        health.clone().not_ready(Part::Keeper, "it does not answer");
+        health
+            .clone()
+            .not_ready(Part::SessionDaemon, "it does not answer");
         let reasons = [
             "python: preparing Python, step 2 of 5",
-            "keeper: it does not answer",
+            "daemon: it does not answer",
         ]
         .map(str::to_owned);
         assert_eq!(health.ready(), Err(reasons.to_vec()));
         health.ready_again(Part::Python);
-        health.ready_again(Part::Keeper);
+        health.ready_again(Part::SessionDaemon);
         assert_eq!(health.ready(), Ok(()));
         health.drain();
         assert_eq!(

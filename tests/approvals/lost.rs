@@ -8,13 +8,13 @@ use serde_json::json;
 use super::{ECHO, Scene, register, started};
 use crate::http::client::Raw;
 use crate::support::ends_within;
-use crate::support::server::{MINIMAL, PATIENCE, finished, program};
+use crate::support::server::{MINIMAL, TEST_TIMEOUT, finished, program};
 use crate::support::service::Service;
 
 #[test]
 fn a_question_of_a_killed_server_is_asked_by_the_next_one_and_nothing_runs_twice() {
     let scene = Scene::new();
-    let keeper = format!("a{}", std::process::id());
+    let daemon = format!("a{}", std::process::id());
     let start = || {
         let mut command = scene.program();
         command
@@ -22,8 +22,8 @@ fn a_question_of_a_killed_server_is_asked_by_the_next_one_and_nothing_runs_twice
                 "mcp",
                 "--keep-sessions",
                 "on",
-                "--keeper",
-                &keeper,
+                "--daemon-name",
+                &daemon,
                 "--approve-tools",
                 "ask",
             ])
@@ -63,7 +63,7 @@ fn a_question_of_a_killed_server_is_asked_by_the_next_one_and_nothing_runs_twice
     );
     assert_eq!((after.text(), scene.echoes(), second.forms()), ("1", 1, 0));
     second.finish();
-    let (ended, _, errors) = finished(program().args(["keeper", "stop", "--now", &keeper]));
+    let (ended, _, errors) = finished(program().args(["daemon", "stop", "--now", &daemon]));
     assert_eq!(ended, Some(0), "{errors}");
 }
 
@@ -80,7 +80,7 @@ async fn a_question_of_a_killed_service_is_answered_at_the_next_one() {
         .result_with_a_person("execute_ipython_cell", cell.clone(), json!({}))
         .await;
     assert_eq!(asked["resultType"], "input_required", "{asked}");
-    let _keeper = service.kill();
+    let _daemon = service.kill();
 
     let service = start();
     let mut alice = Raw::with_key(&service, "alice").await;
@@ -169,7 +169,9 @@ fn a_client_that_leaves_in_the_middle_of_a_question_leaves_nothing_behind() {
     server.close_input();
     assert!(server.ended().success());
     assert!(
-        handles.iter().all(|handle| ends_within(handle, PATIENCE)),
+        handles
+            .iter()
+            .all(|handle| ends_within(handle, TEST_TIMEOUT)),
         "a process goes on"
     );
     assert_eq!(scene.echoes(), 0, "what nobody allowed was not done");

@@ -1,5 +1,5 @@
 //! A running service is told to read its policy again: it holds at once in sessions that are there,
-//! with and without a keeper.
+//! with and without a daemon.
 
 use std::fs;
 use std::path::Path;

@@ -10,7 +10,7 @@ use std::process::Command;
 use serde_json::json;
 
 use crate::approvals::{Scene, register};
-use crate::support::server::{Pending, Server, patiently};
+use crate::support::server::{Pending, Server, with_timeout};
 
 /// Requests a call under its own number; `told` waits for the answer to it.
 const WISH: &str = "
@@ -156,8 +156,8 @@ print(ended)";
     let pending = session.begin(&format!("{WISH}{code}"), json!({}));
     let form = server.form();
     assert!(form.text().contains("\"asked\""), "{}", form.text());
-    patiently(move || fs::write(shown, "go").unwrap());
-    patiently(move || fs::read(taken_back).unwrap());
+    with_timeout(move || fs::write(shown, "go").unwrap());
+    with_timeout(move || fs::read(taken_back).unwrap());
     // The person has not yet seen that the request is a different one.
     form.decide("once");
     let next = server.form();

@@ -15,7 +15,7 @@ use tokio_util::sync::CancellationToken;
 use super::TIGHT;
 use crate::support::has_control_groups;
 use crate::support::native::{self, Builder, Session, run};
-use crate::support::server::{Era, MINIMAL, PATIENCE, Server, program};
+use crate::support::server::{Era, MINIMAL, Server, TEST_TIMEOUT, program};
 
 async fn x_of(session: &Session) -> String {
     session.ok("print(x)").await.trim().to_owned()
@@ -81,10 +81,10 @@ fn a_fork_goes_on_with_its_cell_while_its_source_ends() {
         let busy = fork.clone();
         let stop = CancellationToken::new();
         let token = stop.clone();
-        let cell =
-            tokio::spawn(
-                async move { busy.execute_with("while True: pass", PATIENCE, token).await },
-            );
+        let cell = tokio::spawn(async move {
+            busy.execute_with("while True: pass", TEST_TIMEOUT, token)
+                .await
+        });
         fork.runs().await;
         source.close().await;
         stop.cancel();
@@ -124,10 +124,10 @@ fn a_session_that_runs_a_cell_is_not_copied() {
         let busy = session.clone();
         let stop = CancellationToken::new();
         let token = stop.clone();
-        let cell =
-            tokio::spawn(
-                async move { busy.execute_with("while True: pass", PATIENCE, token).await },
-            );
+        let cell = tokio::spawn(async move {
+            busy.execute_with("while True: pass", TEST_TIMEOUT, token)
+                .await
+        });
         session.runs().await;
         let refused = session.try_forks(1).await.map(|_| ()).unwrap_err();
         assert!(

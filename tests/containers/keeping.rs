@@ -1,4 +1,4 @@
-//! Servers that die while sessions in containers live, and keepers that die with them.
+//! Servers that die while sessions in containers live, and daemons that die with them.
 
 use std::time::{Duration, Instant};
 
@@ -34,7 +34,7 @@ async fn becomes(wanted: &str, mut told: Value, caller: &mut Raw) -> Value {
 }
 
 #[tokio::test]
-async fn sessions_in_containers_survive_their_server_and_end_with_their_keeper() {
+async fn sessions_in_containers_survive_their_server_and_end_with_their_daemon() {
     let Some(engine) = containers::docker() else {
         return;
     };
@@ -74,7 +74,7 @@ async fn sessions_in_containers_survive_their_server_and_end_with_their_keeper()
         )
         .await;
     becomes("running", running, &mut alice).await;
-    let _keeper = service.kill();
+    let _daemon = service.kill();
 
     let service = start();
     let mut alice = Raw::with_key(&service, "alice").await;
@@ -93,10 +93,10 @@ async fn sessions_in_containers_survive_their_server_and_end_with_their_keeper()
     let kept = becomes("ok", kept, &mut alice).await;
     assert_eq!(last_line(&kept), "(41, 42)");
 
-    let keeper = service.keeper_process();
+    let daemon = service.daemon_process();
     let container = container_of(engine, &namespace).expect("it lives"); // control
-    signal(keeper, Signal::KILL);
-    let _keeper = service.kill();
+    signal(daemon, Signal::KILL);
+    let _daemon = service.kill();
     let deadline = Instant::now() + Duration::from_secs(30);
     while engine.containers().contains(&container) {
         assert!(Instant::now() < deadline, "the container is still there");

@@ -16,7 +16,7 @@ use crate::support::containers::{IMAGE, TestEngine};
 use crate::support::daemon::Daemon;
 use crate::support::native::{self, host_python};
 use crate::support::ordinary::Ordinary;
-use crate::support::server::{Era, Server, Session, finished, patiently};
+use crate::support::server::{Era, Server, Session, finished, with_timeout};
 
 /// Starts the program as such a user.
 async fn server(
@@ -109,7 +109,7 @@ impl Witness {
     /// Waits until a porter of this server is seen to start.
     fn sees_porter_of(mut self, server: &str) {
         let wanted = format!("start {server}");
-        patiently(move || {
+        with_timeout(move || {
             let seen = (&mut self.told)
                 .lines()
                 .map_while(Result::ok)

@@ -6,14 +6,14 @@
 //! no entry in the runtime folder.
 //!
 //! - `signals` kills and stops the processes of a jail. Its rows are `signals::ROWS`, and each is
-//!   run twice: with sessions in the server itself and in a keeper.
-//! - All other rows are in `table.md`, with their tests. `fronts` kills, stops and misleads the
-//!   server and its keeper, `resources` takes descriptors, processes, memory and turns away,
+//!   run twice: with sessions in the server itself and in a daemon.
+//! - All other rows are in `table.md`, with their tests. `frontends` kills, stops and misleads the
+//!   server and its daemon, `resources` takes descriptors, processes, memory and turns away,
 //!   `disks` disk space and files. Some rows have their test beside the thing that they are about.
 //! - `processes` finds the processes of a server.
 
 mod disks;
-mod fronts;
+mod frontends;
 mod processes;
 mod resources;
 mod signals;
@@ -37,8 +37,8 @@ use crate::support::service::runtime_folder;
 enum Home {
     /// In the server itself.
     Inside,
-    /// In a keeper of its own name.
-    Keeper,
+    /// In a daemon of its own name.
+    SessionDaemon,
 }
 
 /// When the fault comes.
@@ -52,7 +52,7 @@ enum Moment {
 struct Scene {
     server: Option<Server>,
     home: Home,
-    keeper: String,
+    daemon: String,
     /// The process that holds the sessions.
     holder: u32,
 }
@@ -73,24 +73,24 @@ impl Scene {
     /// Starts a server whose command is changed first.
     fn of(home: Home, more: &[&str], change: impl Fn(Command) -> Command) -> Scene {
         static NEXT: AtomicU32 = AtomicU32::new(0);
-        let keeper = format!(
+        let daemon = format!(
             "f{}-{}",
             std::process::id(),
             NEXT.fetch_add(1, Ordering::Relaxed)
         );
-        let mut command = command(home, &keeper);
+        let mut command = command(home, &daemon);
         command.args(more);
         let server = Server::spawn(&mut change(command), Era::Initialize);
         server.greet();
         let mut scene = Scene {
             server: Some(server),
             home,
-            keeper,
+            daemon,
             holder: 0,
         };
         scene.holder = match home {
             Home::Inside => scene.server().process_id(),
-            Home::Keeper => scene.keeper_process(),
+            Home::SessionDaemon => scene.daemon_process(),
         };
         scene
     }
@@ -99,14 +99,14 @@ impl Scene {
         self.server.as_ref().expect("the scene is not over")
     }
 
-    /// The keeper that the present server has started.
-    fn keeper_process(&self) -> u32 {
-        processes::keeper_of(self.server().process_id())
+    /// The daemon that the present server has started.
+    fn daemon_process(&self) -> u32 {
+        processes::daemon_of(self.server().process_id())
     }
 
     /// Starts another server of the same settings, also after the first one has ended.
     fn another(&self) -> Server {
-        let server = Server::spawn(&mut command(self.home, &self.keeper), Era::Initialize);
+        let server = Server::spawn(&mut command(self.home, &self.daemon), Era::Initialize);
         server.greet();
         server
     }
@@ -143,7 +143,7 @@ impl Scene {
         assert!(!self.call("close_session", name).is_error());
     }
 
-    /// Ends the server and checks that nothing of it is left. Returns its log, unless a keeper
+    /// Ends the server and checks that nothing of it is left. Returns its log, unless a daemon
     /// shares it.
     #[track_caller]
     fn finish(mut self) -> String {
@@ -155,10 +155,10 @@ impl Scene {
         let server = self.server.take().expect("it is over once");
         let log = match self.home {
             Home::Inside => server.finish(),
-            Home::Keeper => {
+            Home::SessionDaemon => {
                 server.close_input();
                 assert!(server.ended().success());
-                self.stop_keeper();
+                self.stop_daemon();
                 String::new()
             }
         };
@@ -174,9 +174,9 @@ impl Scene {
         log
     }
 
-    fn stop_keeper(&self) {
-        if self.home == Home::Keeper {
-            finished(program().args(["keeper", "stop", &self.keeper, "--now"]));
+    fn stop_daemon(&self) {
+        if self.home == Home::SessionDaemon {
+            finished(program().args(["daemon", "stop", &self.daemon, "--now"]));
         }
     }
 }
@@ -184,23 +184,23 @@ impl Scene {
 impl Drop for Scene {
     fn drop(&mut self) {
         if self.server.is_some() {
-            if self.home == Home::Keeper {
+            if self.home == Home::SessionDaemon {
                 // A test that failed may have stopped it; then it would not hear anything.
                 let _ = Pid::from_raw(self.holder as i32)
-                    .map(|keeper| kill_process(keeper, Signal::CONT));
+                    .map(|daemon| kill_process(daemon, Signal::CONT));
             }
-            self.stop_keeper();
+            self.stop_daemon();
         }
     }
 }
 
 /// A server that has its sessions there.
-fn command(home: Home, keeper: &str) -> Command {
+fn command(home: Home, daemon: &str) -> Command {
     let mut command = program();
     command.arg("mcp").args(MINIMAL);
     match home {
         Home::Inside => command.args(["--keep-sessions", "off"]),
-        Home::Keeper => command.args(["--keep-sessions", "on", "--keeper", keeper]),
+        Home::SessionDaemon => command.args(["--keep-sessions", "on", "--daemon-name", daemon]),
     };
     command
 }

@@ -8,7 +8,7 @@
 //!                                 └─ init            the first process of its sandbox
 //! ```
 //!
-//! With a keeper, "server" is the keeper.
+//! With a daemon, "server" is the daemon.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 
-use crate::support::server::PATIENCE;
+use crate::support::server::TEST_TIMEOUT;
 
 /// What a process does for its server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -181,22 +181,22 @@ pub(super) fn below(server: u32) -> BTreeMap<u32, Process> {
         .collect()
 }
 
-/// The keeper that a front has started. Not asked for on the command line: that would wait for
-/// every keeper that another test has stopped.
-pub(super) fn keeper_of(front: u32) -> u32 {
-    wait_for("a keeper", || {
-        let mut all = below(front)
+/// The daemon that a frontend has started. Not asked for on the command line: that would wait for
+/// every daemon that another test has stopped.
+pub(super) fn daemon_of(frontend: u32) -> u32 {
+    wait_for("a daemon", || {
+        let mut all = below(frontend)
             .into_values()
-            .filter(|process| process.parent == front);
-        let is_keeper = |process: &Process| {
+            .filter(|process| process.parent == frontend);
+        let is_daemon = |process: &Process| {
             let arguments = fs::read(format!("/proc/{}/cmdline", process.pid)).unwrap_or_default();
             arguments
                 .split(|byte| *byte == 0)
                 .skip(1)
                 .take(2)
-                .eq([b"keeper".as_slice(), b"hold"])
+                .eq([b"daemon".as_slice(), b"hold"])
         };
-        all.find(is_keeper).map(|process| process.pid)
+        all.find(is_daemon).map(|process| process.pid)
     })
 }
 
@@ -222,14 +222,14 @@ pub(super) fn inside(server: u32, number: u32) -> Process {
 /// Looks again and again until there is an answer; fails when that takes too long.
 #[track_caller]
 pub(super) fn wait_for<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TEST_TIMEOUT;
     loop {
         if let Some(found) = look() {
             return found;
         }
         assert!(
             Instant::now() < deadline,
-            "{what} did not come within {PATIENCE:?}"
+            "{what} did not come within {TEST_TIMEOUT:?}"
         );
         std::thread::sleep(Duration::from_millis(20));
     }

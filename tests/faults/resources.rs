@@ -299,7 +299,7 @@ fn a_service_is_not_ready_while_its_jail_is_gone_and_says_why() {
     let service = Service::without_tokens(MINIMAL);
     let is_ready = || (readiness(service.address).0 == 200).then_some(());
     wait_for("a service that is ready", is_ready);
-    let holder = service.keeper_process();
+    let holder = service.daemon_process();
     for (role, signal) in [(Role::Warden, Signal::KILL), (Role::Guardian, Signal::STOP)] {
         processes::one(holder, role).send(signal);
         let why = wait_for("a service that is not ready", || {
@@ -425,7 +425,7 @@ fn a_server_with_little_memory_lives_and_undo_brings_a_neighbour_back() {
         return skipped("root and a memory controller of version 1");
     };
     let enter = format!("echo $$ > {}/tasks", tight.0.display());
-    for home in [Home::Inside, Home::Keeper] {
+    for home in [Home::Inside, Home::SessionDaemon] {
         let scene = Scene::of(home, &["--memory", "4GiB"], |command| {
             after(&enter, command)
         });

@@ -303,8 +303,8 @@ fn a_lost_warden_is_replaced() {
 }
 
 #[test]
-fn in_a_keeper_a_lost_warden_is_replaced() {
-    check_rows(Role::Warden, Home::Keeper);
+fn in_a_daemon_a_lost_warden_is_replaced() {
+    check_rows(Role::Warden, Home::SessionDaemon);
 }
 
 #[test]
@@ -313,8 +313,8 @@ fn a_lost_guardian_is_replaced() {
 }
 
 #[test]
-fn in_a_keeper_a_lost_guardian_is_replaced() {
-    check_rows(Role::Guardian, Home::Keeper);
+fn in_a_daemon_a_lost_guardian_is_replaced() {
+    check_rows(Role::Guardian, Home::SessionDaemon);
 }
 
 #[test]
@@ -323,8 +323,8 @@ fn a_lost_zygote_is_replaced_unnoticed() {
 }
 
 #[test]
-fn in_a_keeper_a_lost_zygote_is_replaced_unnoticed() {
-    check_rows(Role::Zygote, Home::Keeper);
+fn in_a_daemon_a_lost_zygote_is_replaced_unnoticed() {
+    check_rows(Role::Zygote, Home::SessionDaemon);
 }
 
 #[test]
@@ -333,8 +333,8 @@ fn a_lost_family_costs_its_sessions_and_a_stopped_one_its_forks() {
 }
 
 #[test]
-fn in_a_keeper_a_lost_family_costs_its_sessions_and_a_stopped_one_its_forks() {
-    check_rows(Role::Family, Home::Keeper);
+fn in_a_daemon_a_lost_family_costs_its_sessions_and_a_stopped_one_its_forks() {
+    check_rows(Role::Family, Home::SessionDaemon);
 }
 
 #[test]
@@ -343,8 +343,8 @@ fn a_lost_init_costs_one_session_which_can_be_reset() {
 }
 
 #[test]
-fn in_a_keeper_a_lost_init_costs_one_session_which_can_be_reset() {
-    check_rows(Role::Init, Home::Keeper);
+fn in_a_daemon_a_lost_init_costs_one_session_which_can_be_reset() {
+    check_rows(Role::Init, Home::SessionDaemon);
 }
 
 #[test]
@@ -353,8 +353,8 @@ fn a_lost_interpreter_can_be_undone() {
 }
 
 #[test]
-fn in_a_keeper_a_lost_interpreter_can_be_undone() {
-    check_rows(Role::Interpreter, Home::Keeper);
+fn in_a_daemon_a_lost_interpreter_can_be_undone() {
+    check_rows(Role::Interpreter, Home::SessionDaemon);
 }
 
 #[test]
@@ -363,6 +363,6 @@ fn a_lost_twin_is_not_noticed() {
 }
 
 #[test]
-fn in_a_keeper_a_lost_twin_is_not_noticed() {
-    check_rows(Role::Twin, Home::Keeper);
+fn in_a_daemon_a_lost_twin_is_not_noticed() {
+    check_rows(Role::Twin, Home::SessionDaemon);
 }

@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
-use crate::support::server::PATIENCE;
+use crate::support::server::TEST_TIMEOUT;
 use crate::support::service::Service;
 
 /// A connection whose bytes are written by hand.
@@ -47,7 +47,7 @@ impl Raw {
     pub(crate) async fn vanish(self) {
         let ours = self.stream.local_addr().unwrap().port();
         drop(self.stream);
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TEST_TIMEOUT;
         while is_connected_to(ours) {
             assert!(Instant::now() < deadline, "the server holds the connection");
             tokio::task::yield_now().await;

@@ -48,7 +48,7 @@ async fn sessions_and_running_cells_survive_the_death_of_the_server() {
             .unwrap()
             .to_owned();
     }
-    let _keeper = service.kill();
+    let _daemon = service.kill();
 
     let service = start();
     let mut bob = Raw::with_key(&service, "bob").await;

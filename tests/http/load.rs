@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use serde_json::json;
 
 use super::client::{Raw, head};
-use crate::support::server::{MINIMAL, PATIENCE};
+use crate::support::server::{MINIMAL, TEST_TIMEOUT};
 use crate::support::service::Service;
 
 const MIB: u64 = 1024 * 1024;
@@ -55,9 +55,9 @@ async fn warm_service() -> Service {
     service
 }
 
-/// Waits until the server and its keeper have no more descriptors than this, each.
+/// Waits until the server and its daemon have no more descriptors than this, each.
 async fn check_descriptors(service: &Service, most: [usize; 2]) {
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TEST_TIMEOUT;
     loop {
         let open = service.descriptors();
         if open

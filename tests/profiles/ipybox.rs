@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use super::{
     call, exactly, fails, go_through, listed, local_index, start, start_with_index, text, words,
 };
-use crate::support::server::{MINIMAL, PATIENCE, Server, data_dir, finished, folders, program};
+use crate::support::server::{MINIMAL, Server, TEST_TIMEOUT, data_dir, finished, folders, program};
 use crate::support::{PROGRAM, skipped};
 
 fn cell(code: &str) -> Value {
@@ -535,7 +535,7 @@ fn a_server_is_registered_through_npx() {
             "args": ["-y", package],
             "cwd": folder.path(),
             "env": variables,
-            "connect_timeout": PATIENCE.as_secs(),
+            "connect_timeout": TEST_TIMEOUT.as_secs(),
         }})
     };
     go_through(

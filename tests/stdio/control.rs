@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use serde_json::json;
 
-use crate::support::server::{Era, MINIMAL, PATIENCE, Server, patiently, program};
+use crate::support::server::{Era, MINIMAL, Server, TEST_TIMEOUT, program, with_timeout};
 
 /// Something that happens inside and is waited for outside, through a FIFO in a shared workspace.
 /// Both sides wait for each other.
@@ -45,12 +45,12 @@ impl Flag {
 
     pub(crate) fn wait(&self) {
         let path = self.path.clone();
-        patiently(move || fs::read(path).unwrap());
+        with_timeout(move || fs::read(path).unwrap());
     }
 
     pub(crate) fn raise_outside(&self) {
         let path = self.path.clone();
-        patiently(move || File::options().write(true).open(path).unwrap());
+        with_timeout(move || File::options().write(true).open(path).unwrap());
     }
 }
 
@@ -103,7 +103,7 @@ fn code_that_ignores_the_interrupt_is_killed_and_the_reply_says_what_is_gone() {
         "files",
         "reset",
     ]);
-    assert!(started.elapsed() < PATIENCE, "{:?}", started.elapsed());
+    assert!(started.elapsed() < TEST_TIMEOUT, "{:?}", started.elapsed());
     session
         .run("1")
         .assert_refused(&["this session ended because", "reset"]);
@@ -119,7 +119,7 @@ fn a_loop_in_c_that_never_looks_at_signals_is_killed_too() {
     // One call of a C function that holds the interpreter for ages.
     let result = session.run_with("sum(range(10**15))", json!({"timeout": 2}));
     result.assert_refused(&["time-out of 2 s"]);
-    assert!(started.elapsed() < PATIENCE, "{:?}", started.elapsed());
+    assert!(started.elapsed() < TEST_TIMEOUT, "{:?}", started.elapsed());
 }
 
 #[test]
@@ -224,7 +224,7 @@ fn every_way_to_die_is_answered_at_once_and_by_name() {
             "reset",
         ]);
         assert!(
-            started.elapsed() < PATIENCE,
+            started.elapsed() < TEST_TIMEOUT,
             "{code} took {:?}",
             started.elapsed()
         );
@@ -381,7 +381,7 @@ fn an_unused_session_ends_and_says_why_until_it_is_reset() {
     let session = server.session();
     session.text("kept = 1");
     // The list is the only place where the end of a session can be seen without using it.
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TEST_TIMEOUT;
     while !server
         .call("list_sessions", json!({}))
         .text()

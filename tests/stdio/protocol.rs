@@ -8,7 +8,9 @@ use std::process::Command;
 
 use serde_json::{Value, json};
 
-use crate::support::server::{Era, MINIMAL, Server, data_dir, patiently, program, program_below};
+use crate::support::server::{
+    Era, MINIMAL, Server, data_dir, program, program_below, with_timeout,
+};
 
 /// A model reads about this many bytes of the list as one token: the tokenizer o200k makes 2,759
 /// tokens of 11,791 bytes.
@@ -333,7 +335,7 @@ fn requests_are_answered_while_the_environment_is_being_built_and_a_cell_waits_w
         Era::Initialize,
     );
     server.greet();
-    patiently(move || fs::read(reached).unwrap());
+    with_timeout(move || fs::read(reached).unwrap());
     let session = server.session();
     let waiting = session.begin("print('at last')", json!({}));
     let told = server.notification(|message| message["params"]["progressToken"] == waiting.id());
@@ -353,7 +355,7 @@ fn requests_are_answered_while_the_environment_is_being_built_and_a_cell_waits_w
     );
     assert!(!waiting.is_answered());
 
-    patiently(move || {
+    with_timeout(move || {
         OpenOptions::new()
             .write(true)
             .open(gate)

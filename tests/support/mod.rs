@@ -209,7 +209,7 @@ pub(crate) fn stop(process: u32) {
         let state = stat.rsplit_once(") ").map(|(_, rest)| rest.as_bytes()[0]);
         state == Some(b'T')
     };
-    let deadline = Instant::now() + server::PATIENCE;
+    let deadline = Instant::now() + server::TEST_TIMEOUT;
     loop {
         let threads = std::fs::read_dir(format!("/proc/{process}/task")).unwrap();
         if threads.flatten().all(|thread| is_stopped(&thread)) {

@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use cellblock::app::{Warmth, prepare_environment};
+use cellblock::app::{StartMode, prepare_environment};
 use cellblock::environment;
 use cellblock::sandbox::native::{NativeBackend, NativeSettings, Programs, TestSwitches};
 use cellblock::sandbox::{Backend, LaunchError, Preparation, SandboxLimits, SandboxNetwork};
@@ -182,7 +182,8 @@ impl Builder {
             let (binds, runner, network) = (binds.clone(), runner.clone(), network.clone());
             async move {
                 let mut warm =
-                    prepare_environment(spec, super::data_folder(), Warmth::Full, progress).await?;
+                    prepare_environment(spec, super::data_folder(), StartMode::Full, progress)
+                        .await?;
                 warm.binds.extend(binds);
                 warm.network = network;
                 for bind in &mut warm.binds {

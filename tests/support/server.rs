@@ -4,7 +4,7 @@
 //! `Server` speaks either protocol era and can be shared by threads: every call waits for its own
 //! answer. Every line that the program writes to standard output must be a JSON-RPC message; the
 //! first one that is not fails whoever waits. Nothing here sleeps: waiting ends with an event, or
-//! with `PATIENCE`.
+//! with `TEST_TIMEOUT`.
 
 use std::collections::HashMap;
 use std::fs;
@@ -23,7 +23,7 @@ use super::{PROGRAM, configuration, data_folder};
 
 /// Nothing takes this long, not even the first start on a busy machine. Whoever waits longer has
 /// found a bug.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
+pub(crate) const TEST_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The environment without packages but IPython. A server that uses it is ready soonest.
 pub(crate) const MINIMAL: &[&str] = &["--environment", "minimal"];
@@ -94,14 +94,14 @@ pub(crate) fn folders(data_dir: &Path) -> [(&'static str, PathBuf); 2] {
     ]
 }
 
-/// Does work that waits for somebody else, such as opening a FIFO, and fails when it takes too
+/// Runs work that waits for another process, such as opening a FIFO, and fails when it takes too
 /// long.
 #[track_caller]
-pub(crate) fn patiently<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
+pub(crate) fn with_timeout<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
     let (sender, receiver) = std::sync::mpsc::sync_channel(1);
     std::thread::spawn(move || sender.send(work()));
     receiver
-        .recv_timeout(PATIENCE)
+        .recv_timeout(TEST_TIMEOUT)
         .expect("what was waited for happens")
 }
 
@@ -422,7 +422,7 @@ impl Server {
 
     #[track_caller]
     fn wait<T>(&self, what: &str, mut ready: impl FnMut(&mut Heard) -> Option<T>) -> T {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TEST_TIMEOUT;
         let mut heard = lock(&self.heard.0);
         loop {
             if let Some(line) = &heard.nonsense {
@@ -444,7 +444,7 @@ impl Server {
                         panic!("the server ended before {what} came; its log ends with\n{written}")
                     }
                     false => panic!(
-                        "{what} did not come within {PATIENCE:?}; the log ends with\n{written}"
+                        "{what} did not come within {TEST_TIMEOUT:?}; the log ends with\n{written}"
                     ),
                 }
             }
@@ -532,7 +532,7 @@ impl Errors {
         text_of(&lock(&self.written))
     }
 
-    /// The end of what was written by now. A keeper may hold the pipe of a program that has ended,
+    /// The end of what was written by now. A daemon may hold the pipe of a program that has ended,
     /// so that the rest is waited for only a moment.
     pub(crate) fn last(&self, has_ended: bool) -> String {
         let deadline = Instant::now() + Duration::from_secs(2);

@@ -12,7 +12,7 @@ use std::sync::mpsc::{Receiver, sync_channel};
 use rustix::net::sockopt::socket_peercred;
 use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open, pidfd_send_signal};
 
-use super::server::{Errors, MINIMAL, PATIENCE, finished, program};
+use super::server::{Errors, MINIMAL, TEST_TIMEOUT, finished, program};
 use super::{ends_within, is_root};
 
 /// What is waited for in the log.
@@ -29,8 +29,8 @@ pub(crate) const SESSIONS_INSIDE: &[&str] = &["--keep-sessions", "off"];
 /// Flags of a server whose sessions outlive it, for the commands of which that is not the default.
 pub(crate) const SESSIONS_KEPT: &[&str] = &["--keep-sessions", "on"];
 
-/// A running service with a keeper of its own, which is what users get by default. Dropping it asks
-/// it to end, waits, and ends its keeper.
+/// A running service with its own session daemon, which is the default. Dropping it asks it to end,
+/// waits, and stops its daemon.
 pub(crate) struct Service {
     child: Child,
     pub(crate) address: SocketAddr,
@@ -40,33 +40,33 @@ pub(crate) struct Service {
     told: Receiver<String>,
     log: Option<Errors>,
     /// Declared last: it is dropped after the server has ended.
-    keeper: Option<Keeper>,
+    daemon: Option<SessionDaemon>,
 }
 
-/// The keeper of a service. Dropping it ends the process with all its sessions.
+/// The session daemon of a service. Dropping it ends the process with all its sessions.
 #[must_use = "dropping it ends the sessions"]
-pub(crate) struct Keeper {
+pub(crate) struct SessionDaemon {
     name: String,
     /// Another runtime folder than that of whoever runs the tests.
     runtime_folder: Option<PathBuf>,
 }
 
-impl Keeper {
-    /// Returns the keeper that services below a folder share, one after the other.
-    fn of(folder: &Path) -> Keeper {
+impl SessionDaemon {
+    /// Returns the daemon that services below a folder share, one after the other.
+    fn of(folder: &Path) -> SessionDaemon {
         let name = folder.file_name().expect("a folder has a name");
         let name = name.to_string_lossy();
-        Keeper {
+        SessionDaemon {
             // Root shares one runtime folder among all tests, so the name must differ too.
             name: name.chars().filter(char::is_ascii_alphanumeric).collect(),
             runtime_folder: Some(folder.to_owned()),
         }
     }
 
-    pub(crate) fn new() -> Keeper {
+    pub(crate) fn new() -> SessionDaemon {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
-        Keeper {
+        SessionDaemon {
             name: format!("s{}-{number}", std::process::id()),
             runtime_folder: None,
         }
@@ -81,6 +81,7 @@ impl Keeper {
             Some(folder) if !is_root() => folder.join("cellblock"),
             _ => runtime_folder(),
         };
+        // The folder has the name that earlier versions gave it.
         folder.join("keeper").join(format!("{}.socket", self.name))
     }
 
@@ -93,7 +94,7 @@ impl Keeper {
     }
 }
 
-impl Drop for Keeper {
+impl Drop for SessionDaemon {
     fn drop(&mut self) {
         let Ok(connection) = UnixStream::connect(self.socket()) else {
             // One that was killed leaves its socket, one that ended by itself nothing.
@@ -110,10 +111,10 @@ impl Drop for Keeper {
         for signal in [Signal::TERM, Signal::CONT] {
             let _ = pidfd_send_signal(&handle, signal);
         }
-        let has_ended = ends_within(&handle, PATIENCE);
+        let has_ended = ends_within(&handle, TEST_TIMEOUT);
         assert!(
             has_ended || std::thread::panicking(),
-            "the keeper {} lives on",
+            "the session daemon {} lives on",
             self.name
         );
     }
@@ -128,8 +129,8 @@ fn listener(connection: &UnixStream) -> Pid {
 impl Service {
     /// Starts a service on a free port of this machine, in development mode.
     pub(crate) fn start(more: &[&str]) -> Service {
-        let mut service = Service::run(Keeper::new(), more, |_| ());
-        let file = service.told.recv_timeout(PATIENCE).ok();
+        let mut service = Service::run(SessionDaemon::new(), more, |_| ());
+        let file = service.told.recv_timeout(TEST_TIMEOUT).ok();
         let file = file
             .as_deref()
             .and_then(|line| line.split("file=").nth(1)?.split_whitespace().next());
@@ -142,7 +143,7 @@ impl Service {
 
     /// Starts such a service for everybody on this machine: for clients that know of no tokens.
     pub(crate) fn without_tokens(more: &[&str]) -> Service {
-        Service::run(Keeper::new(), more, |command| {
+        Service::run(SessionDaemon::new(), more, |command| {
             command.env("CELLBLOCK_AUTH", "off");
         })
     }
@@ -178,7 +179,7 @@ impl Service {
             );
         }
         let more = [MINIMAL, more].concat();
-        let mut service = Service::run(Keeper::of(folder), &more, |command| {
+        let mut service = Service::run(SessionDaemon::of(folder), &more, |command| {
             command
                 .env("CELLBLOCK_CONFIG", configuration)
                 .envs(variables.iter().copied());
@@ -187,10 +188,16 @@ impl Service {
         service
     }
 
-    fn run(keeper: Keeper, more: &[&str], prepare: impl FnOnce(&mut Command)) -> Service {
-        let mut command = keeper.command();
+    fn run(daemon: SessionDaemon, more: &[&str], prepare: impl FnOnce(&mut Command)) -> Service {
+        let mut command = daemon.command();
         command
-            .args(["serve", "--listen", "127.0.0.1:0", "--keeper", &keeper.name])
+            .args([
+                "serve",
+                "--listen",
+                "127.0.0.1:0",
+                "--daemon-name",
+                &daemon.name,
+            ])
             .args(more);
         prepare(&mut command);
         let is_kept = !more.windows(2).any(|flags| flags == SESSIONS_INSIDE);
@@ -206,7 +213,7 @@ impl Service {
                 let _ = sender.try_send(line.to_owned());
             }
         });
-        let line = told.recv_timeout(PATIENCE).unwrap_or_default();
+        let line = told.recv_timeout(TEST_TIMEOUT).unwrap_or_default();
         let address = line
             .split("http://")
             .nth(1)
@@ -219,7 +226,7 @@ impl Service {
                 keys: HashMap::new(),
                 told,
                 log: Some(log),
-                keeper: is_kept.then_some(keeper),
+                daemon: is_kept.then_some(daemon),
             },
             None => {
                 let _ = child.kill();
@@ -232,7 +239,7 @@ impl Service {
     pub(crate) fn read_again(&self) -> String {
         let _ = kill_process(Pid::from_child(&self.child), Signal::HUP);
         self.told
-            .recv_timeout(PATIENCE)
+            .recv_timeout(TEST_TIMEOUT)
             .expect("it says what came of it")
     }
 
@@ -240,10 +247,10 @@ impl Service {
         self.child.id()
     }
 
-    /// The process of the keeper.
-    pub(crate) fn keeper_process(&self) -> u32 {
-        let keeper = self.keeper.as_ref().expect("sessions are kept");
-        let connection = UnixStream::connect(keeper.socket()).expect("there is a keeper");
+    /// The process of the daemon.
+    pub(crate) fn daemon_process(&self) -> u32 {
+        let daemon = self.daemon.as_ref().expect("sessions are kept");
+        let connection = UnixStream::connect(daemon.socket()).expect("there is a daemon");
         listener(&connection).as_raw_nonzero().get() as u32
     }
 
@@ -254,12 +261,12 @@ impl Service {
 
     /// Ends the server as the kernel does when memory is short, and waits until it is gone. Its
     /// sessions live on as long as what is returned.
-    pub(crate) fn kill(mut self) -> Keeper {
+    pub(crate) fn kill(mut self) -> SessionDaemon {
         self.child.kill().expect("it runs");
         self.child.wait().expect("it was started by us");
-        // The keeper may hold its log open; nobody reads that any more.
+        // The daemon may hold its log open; nobody reads that any more.
         self.log = None;
-        self.keeper.take().expect("sessions are kept")
+        self.daemon.take().expect("sessions are kept")
     }
 
     pub(crate) fn url(&self) -> String {
@@ -281,23 +288,23 @@ impl Service {
             * 1024
     }
 
-    /// The descriptors that the server has open, and those of its keeper.
+    /// The descriptors that the server has open, and those of its daemon.
     pub(crate) fn descriptors(&self) -> [usize; 2] {
-        [self.process_id(), self.keeper_process()].map(|process| {
+        [self.process_id(), self.daemon_process()].map(|process| {
             let open = fs::read_dir(format!("/proc/{process}/fd")).expect("it runs");
             open.count()
         })
     }
 
-    /// Asks the service to end, waits, ends its keeper, and returns what both wrote to the log.
+    /// Asks the service to end, waits, ends its daemon, and returns what both wrote to the log.
     pub(crate) fn finish(mut self) -> String {
         self.ask_to_end();
         assert!(
             self.child.wait().expect("it was started by us").success(),
             "a service that is asked to end ends well"
         );
-        // The keeper that it started writes to the same log.
-        drop(self.keeper.take());
+        // The daemon that it started writes to the same log.
+        drop(self.daemon.take());
         self.log.take().expect("it is taken once").all()
     }
 

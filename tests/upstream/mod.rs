@@ -22,7 +22,7 @@ use tempfile::TempDir;
 use crate::http::client::Raw;
 use crate::support::ends_within;
 use crate::support::native::host_python;
-use crate::support::server::{Era, MINIMAL, PATIENCE, Server, Session, program};
+use crate::support::server::{Era, MINIMAL, Server, Session, TEST_TIMEOUT, program};
 use crate::support::service::Service;
 
 /// A server of another maker, and the log of what it was asked.
@@ -87,7 +87,7 @@ impl Notes {
 
 /// Waits for the end of a process.
 fn wait_for_the_end_of(process: &OwnedFd) {
-    assert!(ends_within(process, PATIENCE), "the process goes on");
+    assert!(ends_within(process, TEST_TIMEOUT), "the process goes on");
 }
 
 fn register(server: &Server, name: &str, params: Value) {
@@ -225,7 +225,7 @@ fn a_cell_that_is_cancelled_cancels_its_calls_and_progress_is_told() {
     // The session is asked for what only happens after the server has heard of it.
     let heard = "from mcptools.notes import echo\nstr(echo.run(echo.Params(text='after')))";
     assert_eq!(session.text(heard), "'first: after'");
-    crate::support::server::patiently({
+    crate::support::server::with_timeout({
         let log = notes.folder.path().join("log");
         move || {
             while !fs::read_to_string(&log).unwrap().contains("cancelled wait") {
@@ -541,17 +541,17 @@ async fn callers_over_http_name_no_commands_and_no_private_addresses() {
 #[test]
 fn connections_live_where_sessions_are_kept() {
     let notes = Notes::new();
-    let keeper = format!("u{}", std::process::id());
+    let daemon = format!("u{}", std::process::id());
     let start = || {
         let mut command = program();
         command
-            .args(["mcp", "--keep-sessions", "on", "--keeper", &keeper])
+            .args(["mcp", "--keep-sessions", "on", "--daemon-name", &daemon])
             .args(MINIMAL);
         let server = Server::spawn(&mut command, Era::Initialize);
         server.greet();
         server
     };
-    // The log of a server whose keeper lives on does not end.
+    // The log of a server whose daemon lives on does not end.
     let leave = |server: &Server| {
         server.close_input();
         assert!(server.ended().success());
@@ -584,7 +584,7 @@ fn connections_live_where_sessions_are_kept() {
     );
     leave(&second);
     let stopped = program()
-        .args(["keeper", "stop", &keeper, "--now"])
+        .args(["daemon", "stop", &daemon, "--now"])
         .output()
         .unwrap();
     assert!(stopped.status.success(), "{stopped:?}");

@@ -18,7 +18,7 @@ use tempfile::TempDir;
 use super::elsewhere::{Elsewhere, answer};
 use super::register;
 use crate::clients::installed;
-use crate::support::server::{Era, MINIMAL, PATIENCE, Server, Session, finished, program};
+use crate::support::server::{Era, MINIMAL, Server, Session, TEST_TIMEOUT, finished, program};
 use crate::support::{listening_ports, npm, skipped};
 
 /// What the servers from the Python index are. The second needs an older generation of the library.
@@ -40,7 +40,7 @@ fn node_server(folder: &Path, name: &str, args: &[&str], env: Value) -> Value {
         "command": npm::node_program(folder),
         "args": all,
         "env": env,
-        "connect_timeout": PATIENCE.as_secs(),
+        "connect_timeout": TEST_TIMEOUT.as_secs(),
     })
 }
 
@@ -48,7 +48,7 @@ fn python_server(python: &Path, name: &str, args: &[&str]) -> Value {
     json!({
         "command": python.with_file_name(name),
         "args": args,
-        "connect_timeout": PATIENCE.as_secs(),
+        "connect_timeout": TEST_TIMEOUT.as_secs(),
     })
 }
 
@@ -444,7 +444,7 @@ impl Listening {
                 let _ = sender.try_send(line);
             }
         });
-        told.recv_timeout(PATIENCE)
+        told.recv_timeout(TEST_TIMEOUT)
             .expect("the server says that it listens");
         // It says the port that it was given, which is none.
         let port = listening_ports(child.id())[0];

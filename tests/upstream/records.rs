@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 
 use super::{Notes, register, wait_for_the_end_of};
 use crate::http::client::Raw;
-use crate::support::server::{MINIMAL, PATIENCE, Server, finished, program};
+use crate::support::server::{MINIMAL, Server, TEST_TIMEOUT, finished, program};
 use crate::support::service::Service;
 
 #[test]
@@ -139,7 +139,7 @@ async fn servers_of_a_configuration_that_is_read_again_are_taken_over() {
     // What was there before answers until its successor does, or fails.
     let until = async |client: &mut Raw, expected: &str| {
         let replaced = async { while said(client, "changed").await != expected {} };
-        tokio::time::timeout(PATIENCE, replaced)
+        tokio::time::timeout(TEST_TIMEOUT, replaced)
             .await
             .expect("the changed server is tried");
     };

@@ -237,7 +237,7 @@ def delegated_scope():
     expect_nothing_left()
 
 
-def delegated_scope_with_keeper():
+def delegated_scope_with_daemon():
     how = [
         *unit(user="u", login=True),
         "systemd-run",
@@ -250,7 +250,7 @@ def delegated_scope_with_keeper():
     server.cell("x = 1")
     expect_limits(r"^/user\.slice/.*/run-[^/]*\.scope/cellblock-\d+-\d+/")
     expect_memory_limit(server.cell)
-    stopped = run([*unit(user="u", login=True), PROGRAM, "keeper", "stop", "mcp", "--now"])
+    stopped = run([*unit(user="u", login=True), PROGRAM, "daemon", "stop", "mcp", "--now"])
     expect(stopped.returncode == 0, stopped)
     server.end()
     expect_nothing_left()
@@ -393,10 +393,10 @@ class Service:
         return text_of(json.load(urllib.request.urlopen(request, timeout=LIMIT))["result"])
 
     def end(self):
-        """Ends the service, then the sessions that it has left to the keeper."""
+        """Ends the service, then the sessions that it has left to the daemon."""
         self.control("stop")
         how = unit(user=self.user) + ["--setenv=RUNTIME_DIRECTORY=/run/cellblock"]
-        stopped = run([*how, PROGRAM, "keeper", "stop", "serve", "--now"])
+        stopped = run([*how, PROGRAM, "daemon", "stop", "serve", "--now"])
         expect(stopped.returncode == 0, stopped)
         expect_nothing_left()
         # The unit keeps it, and it belongs to the user of this one.
@@ -446,7 +446,7 @@ def main():
         user_login,
         root_login,
         delegated_scope,
-        delegated_scope_with_keeper,
+        delegated_scope_with_daemon,
         delegated_service_of_user,
         delegated_service_of_root,
         plain_service_of_root,

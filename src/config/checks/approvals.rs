@@ -4,9 +4,9 @@ use serde_json::{Map, Value};
 
 use super::{Check, has_default, invalid};
 use crate::approval::{Defaults, Effect, Policy, Rule};
-use crate::config::layers::{Origin, Written};
+use crate::config::layers::{SettingOrigin, WrittenValue};
 use crate::config::table::Key;
-use crate::config::{Approvals, ConfigError};
+use crate::config::{ApprovalSettings, ConfigError};
 
 /// Limit of the operator's rules. Each is evaluated for every call.
 const MOST_RULES: usize = 1000;
@@ -14,7 +14,7 @@ const MOST_RULES: usize = 1000;
 const RULES: &str = "a list of rules such as \"- ask: {server: github, tool: create_*}\"";
 
 impl Check<'_> {
-    pub(super) fn approvals(&self) -> Result<Approvals, ConfigError> {
+    pub(super) fn approvals(&self) -> Result<ApprovalSettings, ConfigError> {
         let mut policy = Policy::new(Defaults {
             tools: self.effect(Key::ApproveTools)?,
             shell: self.effect(Key::ApproveShell)?,
@@ -24,7 +24,7 @@ impl Check<'_> {
         for (origin, written) in self.written.all(Key::Approvals) {
             self.add_rules(&mut policy, origin, written)?;
         }
-        Ok(Approvals {
+        Ok(ApprovalSettings {
             policy,
             timeout: self.duration(Key::ApprovalTimeout)?,
             remember: self.switch(Key::RememberApprovals)?,
@@ -52,14 +52,14 @@ impl Check<'_> {
     fn add_rules(
         &self,
         policy: &mut Policy,
-        origin: &Origin,
-        written: &Written,
+        origin: &SettingOrigin,
+        written: &WrittenValue,
     ) -> Result<(), ConfigError> {
         let key = Key::Approvals.name();
         let rules = match written {
-            Written::Nothing => return Ok(()),
-            Written::List(rules) => rules,
-            Written::Text(_) | Written::Table(_) => {
+            WrittenValue::Nothing => return Ok(()),
+            WrittenValue::List(rules) => rules,
+            WrittenValue::Text(_) | WrittenValue::Table(_) => {
                 return Err(invalid(key, origin, "a single value", RULES, None));
             }
         };
@@ -94,19 +94,19 @@ impl Check<'_> {
     }
 }
 
-fn first_line(written: &Written) -> Option<u64> {
+fn first_line(written: &WrittenValue) -> Option<u64> {
     match written {
-        Written::Table(members) => members.first().and_then(|member| member.line),
+        WrittenValue::Table(members) => members.first().and_then(|member| member.line),
         _ => None,
     }
 }
 
-fn value(written: &Written) -> Value {
+fn value(written: &WrittenValue) -> Value {
     match written {
-        Written::Nothing => Value::Null,
-        Written::Text(text) => Value::String(text.clone()),
-        Written::List(items) => Value::Array(items.iter().map(value).collect()),
-        Written::Table(members) => {
+        WrittenValue::Nothing => Value::Null,
+        WrittenValue::Text(text) => Value::String(text.clone()),
+        WrittenValue::List(items) => Value::Array(items.iter().map(value).collect()),
+        WrittenValue::Table(members) => {
             let members = members
                 .iter()
                 .map(|member| (member.name.clone(), value(&member.value)));

@@ -12,7 +12,7 @@ use crate::auth::{
     Algorithm, ApiKey, AuthChoice, AuthSettings, Issuer, IssuerVariables, KeyHash, KeySetUrl,
     KeySource, Scope,
 };
-use crate::config::layers::{self, Member, Origin, Written};
+use crate::config::layers::{self, SettingOrigin, WrittenMember, WrittenValue};
 use crate::config::table::Key;
 use crate::config::{ConfigError, folders};
 
@@ -32,11 +32,11 @@ impl Check<'_> {
             ..AuthSettings::default()
         };
         match self.written.all(Key::Auth) {
-            [] | [(_, Written::Nothing), ..] => {}
-            [(origin, Written::Table(members)), ..] => {
+            [] | [(_, WrittenValue::Nothing), ..] => {}
+            [(origin, WrittenValue::Table(members)), ..] => {
                 self.auth_table(origin, members, &mut auth)?
             }
-            [(origin, Written::Text(text)), ..] => {
+            [(origin, WrittenValue::Text(text)), ..] => {
                 auth.choice = match text.trim().to_ascii_lowercase().as_str() {
                     // YAML parses the bare word as a boolean, so it may arrive as false.
                     "off" | "false" => AuthChoice::Off,
@@ -44,7 +44,7 @@ impl Check<'_> {
                     _ => return Err(invalid(Key::Auth.name(), origin, text, CHOICES, None)),
                 };
             }
-            [(origin, Written::List(_)), ..] => {
+            [(origin, WrittenValue::List(_)), ..] => {
                 return Err(layers::wrong_shape(Key::Auth.name(), origin, CHOICES));
             }
         }
@@ -70,8 +70,8 @@ impl Check<'_> {
 
     fn auth_table(
         &self,
-        origin: &Origin,
-        members: &[Member],
+        origin: &SettingOrigin,
+        members: &[WrittenMember],
         auth: &mut AuthSettings,
     ) -> Result<(), ConfigError> {
         for member in members {
@@ -105,8 +105,8 @@ impl Check<'_> {
     fn issuer(
         &self,
         place: &str,
-        origin: &Origin,
-        members: &[Member],
+        origin: &SettingOrigin,
+        members: &[WrittenMember],
     ) -> Result<Issuer, ConfigError> {
         const KNOWN: [&str; 7] = [
             "issuer",
@@ -204,7 +204,11 @@ fn principal(written: &Entry<'_>) -> Result<Option<String>, ConfigError> {
 }
 
 /// Reads `{name, hash, scopes}`.
-fn api_key(place: &str, origin: &Origin, members: &[Member]) -> Result<ApiKey, ConfigError> {
+fn api_key(
+    place: &str,
+    origin: &SettingOrigin,
+    members: &[WrittenMember],
+) -> Result<ApiKey, ConfigError> {
     let written = Entry::read(place, origin, members, &["name", "hash", "scopes"])?;
     let name = written.needed("name")?;
     if !ApiKey::is_name(name) {
@@ -231,15 +235,15 @@ fn api_key(place: &str, origin: &Origin, members: &[Member]) -> Result<ApiKey, C
 /// The members of one table of a list, each known and given at most once.
 struct Entry<'a> {
     place: &'a str,
-    origin: Origin,
-    members: &'a [Member],
+    origin: SettingOrigin,
+    members: &'a [WrittenMember],
 }
 
 impl<'a> Entry<'a> {
     fn read(
         place: &'a str,
-        origin: &Origin,
-        members: &'a [Member],
+        origin: &SettingOrigin,
+        members: &'a [WrittenMember],
         known: &[&'static str],
     ) -> Result<Entry<'a>, ConfigError> {
         match members
@@ -259,11 +263,11 @@ impl<'a> Entry<'a> {
         }
     }
 
-    fn member(&self, name: &str) -> Option<&'a Member> {
+    fn member(&self, name: &str) -> Option<&'a WrittenMember> {
         self.members.iter().find(|member| member.name == name)
     }
 
-    fn origin(&self, name: &str) -> Origin {
+    fn origin(&self, name: &str) -> SettingOrigin {
         self.origin
             .at(self.member(name).and_then(|member| member.line))
     }
@@ -307,17 +311,17 @@ impl<'a> Entry<'a> {
 
 fn tables<'a>(
     key: &str,
-    origin: &Origin,
-    written: &'a Written,
-) -> Result<Vec<(Origin, &'a [Member])>, ConfigError> {
+    origin: &SettingOrigin,
+    written: &'a WrittenValue,
+) -> Result<Vec<(SettingOrigin, &'a [WrittenMember])>, ConfigError> {
     let items = match written {
-        Written::Nothing => return Ok(Vec::new()),
-        Written::List(items) => items,
-        Written::Text(_) | Written::Table(_) => {
+        WrittenValue::Nothing => return Ok(Vec::new()),
+        WrittenValue::List(items) => items,
+        WrittenValue::Text(_) | WrittenValue::Table(_) => {
             return Err(layers::wrong_shape(key, origin, "a list of tables"));
         }
     };
-    let entry = |item: &'a Written| {
+    let entry = |item: &'a WrittenValue| {
         let members = table(key, origin, item)?;
         Ok((
             origin.at(members.first().and_then(|member| member.line)),
@@ -327,10 +331,14 @@ fn tables<'a>(
     items.iter().map(entry).collect()
 }
 
-fn single<'a>(key: &str, origin: &Origin, written: &'a Written) -> Result<&'a str, ConfigError> {
+fn single<'a>(
+    key: &str,
+    origin: &SettingOrigin,
+    written: &'a WrittenValue,
+) -> Result<&'a str, ConfigError> {
     match written {
-        Written::Text(text) => Ok(text),
-        Written::Nothing | Written::List(_) | Written::Table(_) => {
+        WrittenValue::Text(text) => Ok(text),
+        WrittenValue::Nothing | WrittenValue::List(_) | WrittenValue::Table(_) => {
             Err(layers::wrong_shape(key, origin, "a single value"))
         }
     }

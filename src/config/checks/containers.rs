@@ -3,9 +3,9 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use super::{Check, ReadFile, has_default};
+use super::{Check, ReadNamedFile, has_default};
 use crate::config::table::Key;
-use crate::config::{BackendChoice, ConfigError, Containers, engine};
+use crate::config::{BackendChoice, ConfigError, ContainerChoice, engine};
 use crate::sandbox::container::EngineKind;
 
 /// Names of the backends.
@@ -17,7 +17,7 @@ impl Check<'_> {
     pub(super) fn backend(
         &self,
         surroundings: &BTreeMap<String, String>,
-        read: ReadFile<'_>,
+        read: ReadNamedFile<'_>,
     ) -> Result<BackendChoice, ConfigError> {
         let kind = self.value(Key::Backend, |text| match text {
             NATIVE => Ok(None),
@@ -46,7 +46,7 @@ impl Check<'_> {
             }
             return Ok(BackendChoice::Native);
         };
-        Ok(BackendChoice::Containers(Containers {
+        Ok(BackendChoice::Containers(ContainerChoice {
             kind,
             address: engine::find(kind, surroundings, read, &Path::exists)?,
             credentials: engine::credential_files(kind, surroundings),

@@ -20,10 +20,10 @@ use cellblock_egress::rules::{RuleError, Rules};
 use cellblock_egress::secrets::{Secret, SecretError, Vault};
 
 use super::{Check, has_default, invalid, within};
-use crate::config::layers::{self, Member, Origin, Written};
+use crate::config::layers::{self, SettingOrigin, WrittenMember, WrittenValue};
 use crate::config::quantity::parse_size;
 use crate::config::table::{Key, Values};
-use crate::config::{ConfigError, Network, Variables, dotenv};
+use crate::config::{ConfigError, NetworkSettings, SandboxVariables, dotenv};
 
 /// Why a secret was rejected. It never contains the value.
 #[derive(Debug, thiserror::Error)]
@@ -55,7 +55,7 @@ pub(super) struct Secrets(Vec<Found>);
 
 struct Found {
     secret: Secret,
-    origin: Origin,
+    origin: SettingOrigin,
     number: usize,
     /// The file that contains the value.
     file: Option<PathBuf>,
@@ -97,7 +97,7 @@ impl Check<'_> {
         &self,
         secrets: &Secrets,
         notices: &mut Vec<String>,
-    ) -> Result<Network, ConfigError> {
+    ) -> Result<NetworkSettings, ConfigError> {
         let listed = self.allowed_domains()?;
         let permitted = match self.choice()? {
             Some(Choice::All) => {
@@ -116,7 +116,7 @@ impl Check<'_> {
         let rules = self.without_denied_domains(&permitted)?;
         notices.extend(secrets.unreachable(&rules));
         let secrets = secrets.0.iter().map(|found| found.secret.clone()).collect();
-        Ok(Network {
+        Ok(NetworkSettings {
             rules,
             secrets,
             limits: self.network_limits()?,
@@ -139,9 +139,13 @@ impl Check<'_> {
                     cause,
                 };
                 let description = match item {
-                    Written::Text(text) => self.described_by_text(origin, text).map_err(refuse)?,
-                    Written::Table(members) => self.described_by_table(origin, number, members)?,
-                    Written::Nothing | Written::List(_) => {
+                    WrittenValue::Text(text) => {
+                        self.described_by_text(origin, text).map_err(refuse)?
+                    }
+                    WrittenValue::Table(members) => {
+                        self.described_by_table(origin, number, members)?
+                    }
+                    WrittenValue::Nothing | WrittenValue::List(_) => {
                         return Err(layers::wrong_shape(
                             Key::Secrets.name(),
                             origin,
@@ -190,12 +194,12 @@ impl Check<'_> {
 
     /// Returns the rules of a list as they were written. In a variable they are separated by
     /// commas, and so are their ports.
-    fn rule_texts(&self, key: Key) -> Result<Option<(&Origin, Vec<String>)>, ConfigError> {
+    fn rule_texts(&self, key: Key) -> Result<Option<(&SettingOrigin, Vec<String>)>, ConfigError> {
         let Some((origin, texts)) = self.written.texts(key)? else {
             return Ok(None);
         };
         let texts = match (origin, &texts[..]) {
-            (Origin::Variable(_), [whole]) => phrases(whole, |part| !is_port(part)),
+            (SettingOrigin::Variable(_), [whole]) => phrases(whole, |part| !is_port(part)),
             _ => texts.into_iter().map(str::to_owned).collect(),
         };
         Ok(Some((origin, texts)))
@@ -282,7 +286,11 @@ impl Check<'_> {
     }
 
     /// Parses `NAME=env:VARIABLE@hosts[:Header]` or `NAME=file:PATH@…`.
-    fn described_by_text(&self, origin: &Origin, text: &str) -> Result<Description, SecretProblem> {
+    fn described_by_text(
+        &self,
+        origin: &SettingOrigin,
+        text: &str,
+    ) -> Result<Description, SecretProblem> {
         let parts = text.trim().split_once('=').and_then(|(name, rest)| {
             let (source, place) = rest.rsplit_once('@')?;
             let (kind, source) = source
@@ -309,9 +317,9 @@ impl Check<'_> {
     /// Reads `{name, env or file, hosts, header}`.
     fn described_by_table(
         &self,
-        origin: &Origin,
+        origin: &SettingOrigin,
         number: usize,
-        members: &[Member],
+        members: &[WrittenMember],
     ) -> Result<Description, ConfigError> {
         const KNOWN: [&str; 5] = ["name", "env", "file", "hosts", "header"];
         let mut written: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
@@ -338,7 +346,7 @@ impl Check<'_> {
 
     fn described_by(
         &self,
-        origin: &Origin,
+        origin: &SettingOrigin,
         written: &BTreeMap<&str, Vec<&str>>,
     ) -> Result<Description, SecretProblem> {
         let single = |key: &str| written.get(key).and_then(|texts| texts.first()).copied();
@@ -368,7 +376,7 @@ impl Secrets {
     /// be able to prevent the server from starting.
     pub(super) fn keep_out_of(
         &self,
-        variables: &mut Variables,
+        variables: &mut SandboxVariables,
         notices: &mut Vec<String>,
     ) -> Result<(), ConfigError> {
         for Found {
@@ -485,7 +493,7 @@ fn with_hosts(listed: &Rules, secrets: &Secrets) -> Result<Rules, ConfigError> {
     Ok(rules)
 }
 
-fn invalid_rule(key: Key, origin: &Origin, error: RuleError) -> ConfigError {
+fn invalid_rule(key: Key, origin: &SettingOrigin, error: RuleError) -> ConfigError {
     invalid(
         key.name(),
         origin,
@@ -496,18 +504,21 @@ fn invalid_rule(key: Key, origin: &Origin, error: RuleError) -> ConfigError {
 }
 
 /// Returns the secrets of one source, each a text or a table.
-fn secret_items(origin: &Origin, written: &Written) -> Result<Vec<Written>, ConfigError> {
+fn secret_items(
+    origin: &SettingOrigin,
+    written: &WrittenValue,
+) -> Result<Vec<WrittenValue>, ConfigError> {
     match (origin, written) {
-        (_, Written::Nothing) => Ok(Vec::new()),
-        (_, Written::List(items)) => Ok(items.clone()),
-        (Origin::Variable(_), Written::Text(whole)) => {
+        (_, WrittenValue::Nothing) => Ok(Vec::new()),
+        (_, WrittenValue::List(items)) => Ok(items.clone()),
+        (SettingOrigin::Variable(_), WrittenValue::Text(whole)) => {
             Ok(phrases(whole, |part| part.contains('='))
                 .into_iter()
-                .map(Written::Text)
+                .map(WrittenValue::Text)
                 .collect())
         }
-        (_, Written::Text(_)) => Ok(vec![written.clone()]),
-        (_, Written::Table(_)) => Err(layers::wrong_shape(
+        (_, WrittenValue::Text(_)) => Ok(vec![written.clone()]),
+        (_, WrittenValue::Table(_)) => Err(layers::wrong_shape(
             Key::Secrets.name(),
             origin,
             "a list of texts or tables",
@@ -574,7 +585,7 @@ mod tests {
 
     use super::super::tests::{Case, case};
     use super::*;
-    use crate::config::{Packages, Settings};
+    use crate::config::{PackageSettings, Settings};
 
     const VALUE: &str = "sk-0123456789-canary";
 
@@ -1168,7 +1179,7 @@ mod tests {
 
     #[test]
     fn packages_can_be_installed_unless_that_is_switched_off() {
-        let usual = Packages {
+        let usual = PackageSettings {
             allowed: true,
             size: 10 << 30,
             store_size: 20 << 30,
@@ -1183,7 +1194,7 @@ mod tests {
         ] {
             assert_eq!(
                 off.settings().packages,
-                Packages {
+                PackageSettings {
                     allowed: false,
                     ..usual
                 }
@@ -1196,7 +1207,7 @@ mod tests {
         let timeout = Duration::from_secs(60);
         assert_eq!(
             changed,
-            Packages {
+            PackageSettings {
                 size: 100 << 20,
                 store_size: 2 << 30,
                 timeout,

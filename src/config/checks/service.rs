@@ -3,7 +3,7 @@
 use std::net::SocketAddr;
 
 use super::super::table::Key;
-use super::super::{ConfigError, Service, TlsFiles};
+use super::super::{ConfigError, ServiceSettings, TlsFiles};
 use super::{Check, has_default, invalid};
 use crate::http::{AllowedHost, Origin};
 
@@ -13,7 +13,7 @@ const URL_ALLOWED: &str = "the scheme, host and port by which clients know this 
                            https://cells.example.com, without a path";
 
 impl Check<'_> {
-    pub(super) fn service(&self) -> Result<Service, ConfigError> {
+    pub(super) fn service(&self) -> Result<ServiceSettings, ConfigError> {
         let listen = self.read(Key::Listen, LISTEN_ALLOWED, listen_address)?;
         let public_url = self.read(Key::PublicUrl, URL_ALLOWED, |text| {
             let url = text.strip_suffix('/').unwrap_or(text);
@@ -28,7 +28,7 @@ impl Check<'_> {
             .and_then(|url| url.split("://").nth(1))
             .and_then(|host| host.parse().ok());
         allowed_hosts.extend(own_host);
-        Ok(Service {
+        Ok(ServiceSettings {
             listen: has_default(listen),
             public_url,
             allowed_hosts,

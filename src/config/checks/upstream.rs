@@ -12,10 +12,10 @@ use std::path::PathBuf;
 use cellblock_upstream::{ServerName, ServerParams};
 use serde_json::{Map, Value};
 
-use super::super::layers::{Member, Origin, Written};
+use super::super::layers::{SettingOrigin, WrittenMember, WrittenValue};
 use super::super::table::Key;
-use super::super::{ConfigError, Upstreams};
-use super::{Check, NamedFile, ReadFile, invalid, table};
+use super::super::{ConfigError, UpstreamSettings};
+use super::{Check, NamedFile, ReadNamedFile, invalid, table};
 use crate::approval::registration;
 
 /// Parameters that are numbers of seconds. All others are text, also where YAML would parse a
@@ -35,8 +35,8 @@ impl Check<'_> {
     pub(super) fn upstreams(
         &self,
         variables: BTreeMap<String, String>,
-        read: ReadFile<'_>,
-    ) -> Result<(Upstreams, Option<PathBuf>), ConfigError> {
+        read: ReadNamedFile<'_>,
+    ) -> Result<(UpstreamSettings, Option<PathBuf>), ConfigError> {
         let mut servers = BTreeMap::new();
         let file = self.path(Key::McpServersFile)?;
         if let (Some(path), Some((origin, written))) =
@@ -77,7 +77,9 @@ impl Check<'_> {
             }
         }
         for (origin, written) in self.written.all(Key::McpServers) {
-            for Member { name, line, value } in table(Key::McpServers.name(), origin, written)? {
+            for WrittenMember { name, line, value } in
+                table(Key::McpServers.name(), origin, written)?
+            {
                 let params = json(value);
                 check(name, &params).map_err(|why| refused(name, &origin.at(*line), why))?;
                 servers.insert(name.clone(), params);
@@ -91,7 +93,7 @@ impl Check<'_> {
             .unwrap_or_default();
         let allowed_hosts = allowed_hosts.into_iter().map(str::to_owned).collect();
         Ok((
-            Upstreams {
+            UpstreamSettings {
                 servers,
                 allowed_hosts,
                 variables,
@@ -134,7 +136,7 @@ fn check(name: &str, params: &Value) -> Result<(), String> {
         .map_err(|error| error.to_string())
 }
 
-fn refused(name: &str, origin: &Origin, why: String) -> ConfigError {
+fn refused(name: &str, origin: &SettingOrigin, why: String) -> ConfigError {
     let allowed = "`command` with `args`, `env`, `cwd`, or `url` with `headers`, `type`";
     invalid(
         &format!("{}.{name}", Key::McpServers.name()),
@@ -147,13 +149,13 @@ fn refused(name: &str, origin: &Origin, why: String) -> ConfigError {
 
 /// Converts a written value to JSON. Texts stay texts, so the value of a variable need not be
 /// quoted.
-fn json(written: &Written) -> Value {
+fn json(written: &WrittenValue) -> Value {
     match written {
-        Written::Nothing => Value::Null,
-        Written::Text(text) => Value::String(text.clone()),
-        Written::List(items) => items.iter().map(json).collect(),
-        Written::Table(members) => {
-            let member = |member: &Member| {
+        WrittenValue::Nothing => Value::Null,
+        WrittenValue::Text(text) => Value::String(text.clone()),
+        WrittenValue::List(items) => items.iter().map(json).collect(),
+        WrittenValue::Table(members) => {
+            let member = |member: &WrittenMember| {
                 let number = NUMBERS
                     .contains(&member.name.as_str())
                     .then(|| number(&member.value))
@@ -168,9 +170,9 @@ fn json(written: &Written) -> Value {
     }
 }
 
-fn number(written: &Written) -> Option<Value> {
+fn number(written: &WrittenValue) -> Option<Value> {
     match written {
-        Written::Text(text) => serde_json::from_str(text).ok().filter(Value::is_number),
+        WrittenValue::Text(text) => serde_json::from_str(text).ok().filter(Value::is_number),
         _ => None,
     }
 }

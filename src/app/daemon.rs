@@ -1,7 +1,7 @@
-//! Sessions that outlive a server: where a command's sessions are, and `cellblock keeper`.
+//! Where the sessions of a command are, and the session daemon: `cellblock daemon`.
 //!
-//! A server that keeps sessions starts this program again as `cellblock keeper hold`, the session
-//! daemon. The daemon creates the same runtime (`House`) as the server would and serves it on a
+//! A server that keeps sessions starts this program again as `cellblock daemon hold`, the session
+//! daemon. The daemon creates the same `LocalSessions` as the server would and serves them on a
 //! socket. It receives the configuration file and the flags as the server has read them through its
 //! standard input, and inherits the environment; no secret is in an argument or a file.
 
@@ -16,12 +16,16 @@ use anyhow::{Context, bail};
 use futures_util::future::join_all;
 use tracing::{error, info};
 
-use super::cli::KeeperCommand;
+use super::cli::DaemonCommand;
 use super::output::{print, say};
-use super::{House, Warmth, approvals, asked_to_end, house, kept_settings, set_up_servers};
-use crate::config::{HandOver, Settings};
-use crate::keeper::{
-    self, AttachError, Client, KeeperName, KeeperSettings, Kept, Post, Status, StopAnswer, Terms,
+use super::{
+    LocalSessions, StartMode, approvals, asked_to_end, local_sessions, set_up_servers,
+    settings_diff,
+};
+use crate::config::{Settings, SettingsHandOver};
+use crate::daemon::{
+    self, AttachError, DaemonClient, DaemonInfo, DaemonName, DaemonSettings, DaemonSocket,
+    DaemonStatus, SessionHost, StopReply,
 };
 use crate::ops::{self, Host, HostExt};
 use crate::session::{LimitSetup, Principal, Refused};
@@ -48,36 +52,40 @@ impl KeepByDefault {
 }
 
 /// Where the sessions of a command are.
-pub(super) enum Home {
+pub(super) enum SessionsHandle {
     /// In this process; they end with it.
-    Here(House),
-    /// In a session daemon, where they stay.
-    Kept(Client),
+    Local(LocalSessions),
+    /// In a session daemon, where they stay when this process ends.
+    Daemon(DaemonClient),
 }
 
-impl Home {
+impl SessionsHandle {
     /// Creates the sessions, or connects to kept ones. `name` is the daemon's default name; a name
     /// set by the operator takes precedence.
     pub(super) async fn of(
         settings: &Settings,
         keep: KeepByDefault,
         name: &str,
-    ) -> anyhow::Result<Home> {
+    ) -> anyhow::Result<SessionsHandle> {
         if !keep.decides(settings) {
-            return Ok(Home::Here(house(settings, Warmth::Full)?));
+            return Ok(SessionsHandle::Local(local_sessions(
+                settings,
+                StartMode::Full,
+            )?));
         }
-        let attached = keeper::attach(&keeper_settings(settings, name)?).await;
-        let home = Home::Kept(
+        let attached = daemon::attach(&daemon_settings(settings, name)?).await;
+        let handle = SessionsHandle::Daemon(
             attached.context("sessions cannot be kept; --keep-sessions off does without")?,
         );
-        home.set_up_limits(settings)
+        handle
+            .set_up_limits(settings)
             .await
             .context("the sessions that are kept cannot have these quotas")?;
-        home.set_up_approvals(settings).await.context(
-            "the sessions that are kept cannot have these approvals; `cellblock keeper stop` ends \
+        handle.set_up_approvals(settings).await.context(
+            "the sessions that are kept cannot have these approvals; `cellblock daemon stop` ends \
              them, and the present settings hold from then on",
         )?;
-        Ok(home)
+        Ok(handle)
     }
 
     /// Passes the operator's MCP servers to the sessions.
@@ -87,8 +95,8 @@ impl Home {
 
     pub(super) fn sessions(&self) -> Arc<dyn Host> {
         match self {
-            Home::Here(house) => Arc::new(house.sessions.clone()),
-            Home::Kept(client) => Arc::new(client.clone()),
+            SessionsHandle::Local(local) => Arc::new(local.sessions.clone()),
+            SessionsHandle::Daemon(client) => Arc::new(client.clone()),
         }
     }
 
@@ -108,7 +116,7 @@ impl Home {
     /// Passes the quotas of callers and the limit of concurrent cells to the sessions.
     pub(super) async fn set_up_limits(&self, settings: &Settings) -> Result<(), Refused> {
         let setup = LimitSetup {
-            quotas: (&settings.quotas).into(),
+            quotas: settings.quotas,
             max_running: settings.max_running,
         };
         self.sessions()
@@ -118,29 +126,29 @@ impl Home {
 
     /// Uses these settings for the next daemon, if this one ends; the operator's MCP servers change
     /// at once.
-    pub(super) fn renew(&self, settings: &Settings) {
+    pub(super) fn update_settings(&self, settings: &Settings) {
         self.set_up_servers(settings);
-        if let Home::Kept(client) = self {
-            match keeper_settings(settings, client.keeper().as_str()) {
-                Ok(settings) => client.renew(settings),
+        if let SessionsHandle::Daemon(client) = self {
+            match daemon_settings(settings, client.daemon_name().as_str()) {
+                Ok(settings) => client.update_settings(settings),
                 Err(error) => error!(
                     error = format!("{error:#}"),
-                    "the next keeper will have the old settings"
+                    "the next session daemon will have the old settings"
                 ),
             }
         }
     }
 
     /// Ends the sessions of this process. Kept sessions and their cells continue unchanged.
-    pub(super) async fn leave(&self, runtime_dir: &Path) {
+    pub(super) async fn release(&self, runtime_dir: &Path) {
         match self {
-            Home::Here(house) => house.shut_down().await,
-            Home::Kept(client) => {
-                let name = client.keeper();
+            SessionsHandle::Local(local) => local.shut_down().await,
+            SessionsHandle::Daemon(client) => {
+                let name = client.daemon_name();
                 let status =
-                    tokio::time::timeout(STATUS_TIMEOUT, keeper::ask_status(runtime_dir, &name))
+                    tokio::time::timeout(STATUS_TIMEOUT, daemon::query_status(runtime_dir, &name))
                         .await;
-                client.leave();
+                client.disconnect();
                 if let Ok(Ok(Some(status))) = status
                     && let Some(told) = what_goes_on(&name, &status)
                 {
@@ -152,33 +160,33 @@ impl Home {
 }
 
 /// Returns how the daemon of these settings is found and started.
-pub(super) fn keeper_settings(settings: &Settings, name: &str) -> anyhow::Result<KeeperSettings> {
-    let name = match &settings.keeper {
+pub(super) fn daemon_settings(settings: &Settings, name: &str) -> anyhow::Result<DaemonSettings> {
+    let name = match &settings.daemon_name {
         Some(name) => name.clone(),
-        None => name.parse::<KeeperName>()?,
+        None => name.parse::<DaemonName>()?,
     };
-    Ok(KeeperSettings {
+    Ok(DaemonSettings {
         runtime_dir: settings.runtime_dir.clone(),
         name,
         program: std::env::current_exe().context("could not find this program")?,
-        arguments: vec!["keeper".to_owned(), "hold".to_owned()],
+        arguments: vec!["daemon".to_owned(), "hold".to_owned()],
         hand_over: rmp_serde::to_vec_named(&settings.hand_over)
             .context("the settings cannot be handed over")?,
-        digest: kept_settings::digests(settings),
+        digest: settings_diff::digests(settings),
         files_outlive_sessions: settings.workspace.is_some(),
     })
 }
 
 /// What a daemon receives from the server that starts it.
-pub(super) struct Inheritance {
+pub(super) struct InheritedState {
     listener: UnixListener,
-    pub(super) settings: HandOver,
+    pub(super) settings: SettingsHandOver,
 }
 
 /// Detaches this process and takes over the descriptors that the server has put in the place of
 /// standard input and output.
-pub(super) fn inherit() -> anyhow::Result<Inheritance> {
-    let listener = Post::handed_over()?;
+pub(super) fn inherit() -> anyhow::Result<InheritedState> {
+    let listener = DaemonSocket::inherited()?;
     // Signals to the server's terminal or process group are not meant for this process. The call
     // fails for a group leader, which is detached enough.
     let _ = rustix::process::setsid();
@@ -190,48 +198,49 @@ pub(super) fn inherit() -> anyhow::Result<Inheritance> {
         .context("no settings were handed over")?;
     let settings = rmp_serde::from_slice(&bytes)
         .context("the settings that were handed over make no sense")?;
-    Ok(Inheritance { listener, settings })
+    Ok(InheritedState { listener, settings })
 }
 
-/// Executes `cellblock keeper …`.
+/// Executes `cellblock daemon …`.
 pub(super) async fn execute(
-    command: KeeperCommand,
+    command: DaemonCommand,
     settings: Settings,
-    inheritance: Option<Inheritance>,
+    inheritance: Option<InheritedState>,
 ) -> anyhow::Result<ExitCode> {
     match (command, inheritance) {
-        (KeeperCommand::Hold, Some(inheritance)) => hold(&settings, inheritance.listener).await,
-        (KeeperCommand::Hold, None) => bail!(keeper::NotHandedOver),
-        (KeeperCommand::Status { json }, _) => status(&settings, json).await,
-        (KeeperCommand::Stop { name, now }, _) => stop(&settings, &name, now).await,
+        (DaemonCommand::Hold, Some(inheritance)) => hold(&settings, inheritance.listener).await,
+        (DaemonCommand::Hold, None) => bail!(daemon::SocketNotInherited),
+        (DaemonCommand::Status { json }, _) => status(&settings, json).await,
+        (DaemonCommand::Stop { name, now }, _) => stop(&settings, &name, now).await,
     }
 }
 
 async fn hold(settings: &Settings, listener: UnixListener) -> anyhow::Result<ExitCode> {
     // The daemon must not pin the folder that the server was started in for days.
     std::env::set_current_dir("/").context("the root folder cannot be entered")?;
-    let post = Post::new(listener).context("the socket that was handed over cannot be used")?;
-    let house = match house(settings, Warmth::Full) {
-        Ok(house) => house,
+    let socket =
+        DaemonSocket::new(listener).context("the socket that was handed over cannot be used")?;
+    let local = match local_sessions(settings, StartMode::Full) {
+        Ok(local) => local,
         Err(cause) => {
             error!(
                 error = format!("{cause:#}"),
-                "this keeper cannot keep sessions"
+                "this session daemon cannot serve sessions"
             );
-            keeper::apologise(post, format!("{cause:#}")).await;
+            daemon::report_startup_failure(socket, format!("{cause:#}")).await;
             return Ok(ExitCode::from(2));
         }
     };
     // The servers of the process that started this daemon. Every later server sends its own.
-    set_up_servers(Arc::new(house.sessions.clone()), settings);
-    info!("this process keeps sessions");
-    let kept: Arc<dyn Kept> = Arc::new(house.sessions.clone());
-    let terms = Terms {
-        settings: kept_settings::digests(settings),
+    set_up_servers(Arc::new(local.sessions.clone()), settings);
+    info!("the session daemon runs");
+    let host: Arc<dyn SessionHost> = Arc::new(local.sessions.clone());
+    let info = DaemonInfo {
+        settings: settings_diff::digests(settings),
         build: env!("CARGO_PKG_VERSION").to_owned(),
     };
-    keeper::keep(post, kept, terms, asked_to_end()).await;
-    house.shut_down().await;
+    daemon::serve(socket, host, info, asked_to_end()).await;
+    local.shut_down().await;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -254,28 +263,30 @@ async fn status(settings: &Settings, json: bool) -> anyhow::Result<ExitCode> {
 }
 
 /// Queries all daemons concurrently, so that all unresponsive ones together cost one timeout.
-async fn ask_all(settings: &Settings) -> Vec<(KeeperName, Result<Option<Status>, AttachError>)> {
-    let ask = async |name: KeeperName| {
-        let answer = keeper::ask_status(&settings.runtime_dir, &name).await;
+async fn ask_all(
+    settings: &Settings,
+) -> Vec<(DaemonName, Result<Option<DaemonStatus>, AttachError>)> {
+    let ask = async |name: DaemonName| {
+        let answer = daemon::query_status(&settings.runtime_dir, &name).await;
         (name, answer)
     };
     join_all(
-        keeper::keepers_in(&settings.runtime_dir)
+        daemon::daemons_in(&settings.runtime_dir)
             .into_iter()
             .map(ask),
     )
     .await
 }
 
-fn as_json(alive: &[(KeeperName, Status)]) -> String {
-    let row = |(name, status): &(KeeperName, Status)| {
+fn as_json(alive: &[(DaemonName, DaemonStatus)]) -> String {
+    let row = |(name, status): &(DaemonName, DaemonStatus)| {
         serde_json::json!({
             "name": name.as_str(),
             "process": status.process,
             "age_seconds": status.age.as_secs(),
             "sessions": status.sessions,
             "running": status.running,
-            "servers": status.fronts,
+            "servers": status.frontends,
             "version": status.build,
             "protocol": status.protocol,
         })
@@ -286,11 +297,11 @@ fn as_json(alive: &[(KeeperName, Status)]) -> String {
     )
 }
 
-fn as_text(alive: &[(KeeperName, Status)]) -> String {
+fn as_text(alive: &[(DaemonName, DaemonStatus)]) -> String {
     if alive.is_empty() {
         return "no sessions are kept\n".to_owned();
     }
-    let row = |(name, status): &(KeeperName, Status)| {
+    let row = |(name, status): &(DaemonName, DaemonStatus)| {
         format!(
             "{name}: process {}, for {} s, {} sessions ({} running), {} servers connected, version \
              {}\n",
@@ -298,30 +309,24 @@ fn as_text(alive: &[(KeeperName, Status)]) -> String {
             status.age.as_secs(),
             status.sessions,
             status.running,
-            status.fronts,
+            status.frontends,
             status.build
         )
     };
     alive.iter().map(row).collect()
 }
 
-async fn stop(settings: &Settings, name: &KeeperName, now: bool) -> anyhow::Result<ExitCode> {
-    match keeper::ask_to_stop(&settings.runtime_dir, name, now).await? {
-        Some(StopAnswer::Stopping) => {
+async fn stop(settings: &Settings, name: &DaemonName, now: bool) -> anyhow::Result<ExitCode> {
+    match daemon::request_stop(&settings.runtime_dir, name, now).await? {
+        Some(StopReply::Stopping) => {
             print(&format!("{name} has ended, and its sessions with it\n"))?
         }
         None => {
-            let answers = ask_all(settings).await;
-            let others = answers
-                .iter()
-                .filter(|(_, answer)| !matches!(answer, Ok(None)))
-                .map(|(name, _)| name.as_str());
-            bail!(
-                "there is no keeper {name}; {}",
-                known(&others.collect::<Vec<_>>())
-            )
+            // Only their names are needed, so an unresponsive one is not waited for.
+            let others = daemon::listening_daemons(&settings.runtime_dir).await;
+            bail!("there is no session daemon {name}; {}", known(&others))
         }
-        Some(StopAnswer::Busy { running }) => {
+        Some(StopReply::Busy { running }) => {
             bail!("code is running in {running} sessions; wait for it, or interrupt it with --now")
         }
     }
@@ -329,15 +334,18 @@ async fn stop(settings: &Settings, name: &KeeperName, now: bool) -> anyhow::Resu
 }
 
 /// Lists the names of the existing daemons.
-fn known(names: &[&str]) -> String {
+fn known(names: &[DaemonName]) -> String {
     match names {
         [] => "no sessions are kept".to_owned(),
-        names => format!("there are: {}", names.join(", ")),
+        names => {
+            let names: Vec<&str> = names.iter().map(DaemonName::as_str).collect();
+            format!("there are: {}", names.join(", "))
+        }
     }
 }
 
 /// Returns which sessions outlive their server and how to end them; `None` if there are none.
-fn what_goes_on(name: &KeeperName, status: &Status) -> Option<String> {
+fn what_goes_on(name: &DaemonName, status: &DaemonStatus) -> Option<String> {
     let sessions = match status.sessions {
         0 => return None,
         1 => "1 session goes on".to_owned(),
@@ -348,7 +356,7 @@ fn what_goes_on(name: &KeeperName, status: &Status) -> Option<String> {
         running => format!(" ({running} running)"),
     };
     Some(format!(
-        "{sessions}{running}; `cellblock keeper stop {name}` ends {}",
+        "{sessions}{running}; `cellblock daemon stop {name}` ends {}",
         if status.sessions == 1 { "it" } else { "them" }
     ))
 }
@@ -361,10 +369,10 @@ mod tests {
     /// Daemons that accept connections and never reply, as stopped ones do, cost one timeout
     /// together.
     #[tokio::test(start_paused = true)]
-    async fn keepers_that_do_not_answer_are_asked_at_the_same_time() {
+    async fn daemons_that_do_not_answer_are_queried_at_the_same_time() {
         let folder = tempfile::tempdir().unwrap();
         let settings = settings_below(folder.path());
-        let sockets = settings.runtime_dir.join("keeper");
+        let sockets = daemon::socket_folder(&settings.runtime_dir);
         std::fs::create_dir_all(&sockets).unwrap();
         let silent = ["a", "b", "c"]
             .map(|name| UnixListener::bind(sockets.join(format!("{name}.socket"))).unwrap());
@@ -381,7 +389,7 @@ mod tests {
         assert!(
             first
                 .iter()
-                .all(|(_, answer)| matches!(answer, Err(AttachError::Silent { .. })))
+                .all(|(_, answer)| matches!(answer, Err(AttachError::Unresponsive { .. })))
         );
         std::fs::remove_file(sockets.join("b.socket")).unwrap();
         std::fs::remove_file(sockets.join("c.socket")).unwrap();
@@ -391,37 +399,55 @@ mod tests {
         drop(silent);
     }
 
+    #[tokio::test(start_paused = true)]
+    async fn stopping_an_unknown_daemon_names_those_that_run_and_waits_for_none() {
+        let folder = tempfile::tempdir().unwrap();
+        let settings = settings_below(folder.path());
+        let sockets = daemon::socket_folder(&settings.runtime_dir);
+        std::fs::create_dir_all(&sockets).unwrap();
+        let bind = |name: &str| UnixListener::bind(sockets.join(format!("{name}.socket"))).unwrap();
+        let _unresponsive = bind("hangs");
+        drop(bind("dead"));
+        let before = tokio::time::Instant::now();
+        let stopped = stop(&settings, &"unknown".parse().unwrap(), false).await;
+        assert_eq!(
+            stopped.unwrap_err().to_string(),
+            "there is no session daemon unknown; there are: hangs"
+        );
+        assert_eq!(before.elapsed(), Duration::ZERO);
+    }
+
     #[test]
     fn sessions_that_outlive_their_server_are_told_with_the_way_to_end_them() {
         let told = |sessions, running| {
-            let (protocol, build, process, fronts) = (keeper::PROTOCOL, String::new(), 1, 1);
-            let status = Status {
+            let (protocol, build, process, frontends) = (daemon::PROTOCOL, String::new(), 1, 1);
+            let status = DaemonStatus {
                 protocol,
                 build,
                 process,
                 age: Duration::ZERO,
                 sessions,
                 running,
-                fronts,
+                frontends,
             };
             what_goes_on(&"serve".parse().unwrap(), &status)
         };
         assert_eq!(told(0, 0), None);
         assert_eq!(
             told(1, 0).unwrap(),
-            "1 session goes on; `cellblock keeper stop serve` ends it"
+            "1 session goes on; `cellblock daemon stop serve` ends it"
         );
         assert_eq!(
             told(3, 2).unwrap(),
-            "3 sessions go on (2 running); `cellblock keeper stop serve` ends them"
+            "3 sessions go on (2 running); `cellblock daemon stop serve` ends them"
         );
     }
 
     #[test]
     fn what_is_handed_over_is_not_printed() {
         let settings = settings_below(std::path::Path::new("/base"));
-        assert!(format!("{settings:?}").contains("HandOver([redacted])"));
-        let keeper = keeper_settings(&settings, "serve").unwrap();
-        assert!(format!("{keeper:?}").contains("[redacted]"));
+        assert!(format!("{settings:?}").contains("SettingsHandOver([redacted])"));
+        let daemon = daemon_settings(&settings, "serve").unwrap();
+        assert!(format!("{daemon:?}").contains("[redacted]"));
     }
 }

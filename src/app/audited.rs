@@ -32,28 +32,28 @@ use crate::telemetry::{self, Metrics};
 /// Number of recorded execution ids that are remembered. Only those whose confirmation was lost are
 /// reported again: the last few.
 const RECENT_EXECUTIONS: usize = 1_000;
-/// Number of sessions remembered as seen. Sessions beyond it count as new again.
+/// Number of sessions remembered as recorded. Sessions beyond it count as new again.
 const MOST_SEEN: usize = 10_000;
 
 /// Sessions with an audit log. Cheap to clone.
 #[derive(Clone)]
-pub(super) struct Recorded {
+pub(super) struct AuditedSessions {
     sessions: Arc<dyn Host>,
-    recorder: Recorder,
+    recorder: AuditRecorder,
 }
 
 /// Writes records. Cheap to clone.
 #[derive(Clone)]
-pub(super) struct Recorder {
+pub(super) struct AuditRecorder {
     audit: Audit,
     metrics: Metrics,
-    seen: Arc<Mutex<Seen>>,
+    recorded_ids: Arc<Mutex<RecordedIds>>,
 }
 
-impl std::ops::Deref for Recorded {
-    type Target = Recorder;
+impl std::ops::Deref for AuditedSessions {
+    type Target = AuditRecorder;
 
-    fn deref(&self) -> &Recorder {
+    fn deref(&self) -> &AuditRecorder {
         &self.recorder
     }
 }
@@ -61,49 +61,51 @@ impl std::ops::Deref for Recorded {
 type Key = (Principal, SessionId);
 
 #[derive(Default)]
-struct Seen {
+struct RecordedIds {
     sessions: HashSet<Key>,
     /// Ids of recorded executions, the newest last. An execution that is reported again is not
     /// recorded again.
     executions: VecDeque<String>,
 }
 
-impl Recorded {
-    pub(super) fn new(sessions: Arc<dyn Host>, audit: Audit, metrics: Metrics) -> Recorded {
+impl AuditedSessions {
+    pub(super) fn new(sessions: Arc<dyn Host>, audit: Audit, metrics: Metrics) -> AuditedSessions {
         let executions = audit.recent_executions().into();
-        let seen = Arc::new(Mutex::new(Seen {
+        let recorded_ids = Arc::new(Mutex::new(RecordedIds {
             executions,
-            ..Seen::default()
+            ..RecordedIds::default()
         }));
-        let recorder = Recorder {
+        let recorder = AuditRecorder {
             audit,
             metrics,
-            seen,
+            recorded_ids,
         };
-        let (audit, metrics, seen) = (
+        let (audit, metrics, recorded_ids) = (
             recorder.audit.downgrade(),
             recorder.metrics.clone(),
-            Arc::clone(&recorder.seen),
+            Arc::clone(&recorder.recorded_ids),
         );
         // The sessions may outlive this value briefly, and must not keep the log from being closed.
         let record = move |ended: &ExecutionEnded| {
             if let Some(audit) = audit.upgrade() {
-                Recorder {
+                AuditRecorder {
                     audit,
                     metrics: metrics.clone(),
-                    seen: Arc::clone(&seen),
+                    recorded_ids: Arc::clone(&recorded_ids),
                 }
                 .executed(ended);
             }
         };
         sessions.record_endings(recorder.audit.is_on(), Arc::new(record));
-        Recorded { sessions, recorder }
+        AuditedSessions { sessions, recorder }
     }
 }
 
-impl Recorder {
-    fn seen(&self) -> MutexGuard<'_, Seen> {
-        self.seen.lock().unwrap_or_else(PoisonError::into_inner)
+impl AuditRecorder {
+    fn recorded_ids(&self) -> MutexGuard<'_, RecordedIds> {
+        self.recorded_ids
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Rejects new work while nothing can be recorded.
@@ -170,11 +172,11 @@ impl Recorder {
     /// Records a session when it is first seen.
     fn met(&self, owner: &Principal, id: &SessionId, copy_of: Option<&SessionId>) {
         {
-            let mut seen = self.seen();
-            if seen.sessions.len() >= MOST_SEEN {
-                seen.sessions.clear();
+            let mut recorded_ids = self.recorded_ids();
+            if recorded_ids.sessions.len() >= MOST_SEEN {
+                recorded_ids.sessions.clear();
             }
-            if !seen.sessions.insert((owner.clone(), id.clone())) {
+            if !recorded_ids.sessions.insert((owner.clone(), id.clone())) {
                 return;
             }
         }
@@ -188,7 +190,7 @@ impl Recorder {
     fn ended(&self, owner: &Principal, id: &SessionId, why: &str) {
         let key = (owner.clone(), id.clone());
         {
-            if !self.seen().sessions.remove(&key) {
+            if !self.recorded_ids().sessions.remove(&key) {
                 return;
             }
         }
@@ -200,13 +202,13 @@ impl Recorder {
     /// Records the end of an execution, once.
     fn executed(&self, ended: &ExecutionEnded) {
         {
-            let mut seen = self.seen();
-            if seen.executions.contains(&ended.name) {
+            let mut recorded_ids = self.recorded_ids();
+            if recorded_ids.executions.contains(&ended.name) {
                 return;
             }
-            seen.executions.push_back(ended.name.clone());
-            if seen.executions.len() > RECENT_EXECUTIONS {
-                seen.executions.pop_front();
+            recorded_ids.executions.push_back(ended.name.clone());
+            if recorded_ids.executions.len() > RECENT_EXECUTIONS {
+                recorded_ids.executions.pop_front();
             }
         }
         let (owner, id) = (&ended.owner, &ended.session);
@@ -285,9 +287,9 @@ impl Recorder {
 }
 
 /// The parts of an operation that its record needs after the operation was consumed.
-struct Entry {
+struct CallRecord {
     /// The name of the call in the audit log. Operations without one are not recorded as calls.
-    call: Option<&'static str>,
+    tool: Option<&'static str>,
     session: Option<SessionId>,
     path: Option<InsidePath>,
     /// What is to be installed.
@@ -296,10 +298,10 @@ struct Entry {
     begun: Instant,
 }
 
-impl Entry {
-    fn of(op: &Op) -> Entry {
-        let mut entry = Entry {
-            call: call_name(op),
+impl CallRecord {
+    fn of(op: &Op) -> CallRecord {
+        let mut call = CallRecord {
+            tool: tool_name(op),
             session: match op.subject() {
                 Subject::Session(id) | Subject::Execution(Which::Of(id)) => Some(id.clone()),
                 Subject::Execution(Which::This(_)) | Subject::Handle(_) | Subject::Other => None,
@@ -310,20 +312,20 @@ impl Entry {
             begun: Instant::now(),
         };
         match op {
-            Op::WriteFile(op) => entry.path = Some(op.path.clone()),
-            Op::ReadFile(op) => entry.path = Some(op.path.clone()),
-            Op::ReadFileRange(op) => entry.path = Some(op.path.clone()),
-            Op::Upload(op) => entry.path = Some(op.path.clone()),
-            Op::Install(op) => entry.requirements = Some(op.requirements.clone()),
-            Op::Decide(op) => entry.asked_by = Some(op.asked_by.clone()),
+            Op::WriteFile(op) => call.path = Some(op.path.clone()),
+            Op::ReadFile(op) => call.path = Some(op.path.clone()),
+            Op::ReadFileRange(op) => call.path = Some(op.path.clone()),
+            Op::Upload(op) => call.path = Some(op.path.clone()),
+            Op::Install(op) => call.requirements = Some(op.requirements.clone()),
+            Op::Decide(op) => call.asked_by = Some(op.asked_by.clone()),
             _ => {}
         }
-        entry
+        call
     }
 }
 
 /// The name under which calls of an operation are recorded.
-fn call_name(op: &Op) -> Option<&'static str> {
+fn tool_name(op: &Op) -> Option<&'static str> {
     Some(match op {
         Op::Execute(_) => "execute_ipython_cell",
         Op::Interrupt(_) => "interrupt",
@@ -361,23 +363,23 @@ fn begins_work(op: &Op) -> bool {
     )
 }
 
-impl Host for Recorded {
+impl Host for AuditedSessions {
     fn submit<'a>(&self, owner: &Principal, op: Op, io: Io<'a>) -> Result<Ticket<'a>, Refused> {
         if begins_work(&op) {
             self.may_begin()?;
         }
-        let entry = Entry::of(&op);
+        let call = CallRecord::of(&op);
         let ticket = match self.sessions.submit(owner, op, io) {
             Ok(ticket) => ticket,
             Err(refused) => {
-                self.answered(owner, &entry, &Err(refused.clone()));
+                self.answered(owner, &call, &Err(refused.clone()));
                 return Err(refused);
             }
         };
         let (recorder, owner) = (self.recorder.clone(), owner.clone());
         Ok(Ticket::new(async move {
             let done = ticket.await;
-            recorder.answered(&owner, &entry, &done);
+            recorder.answered(&owner, &call, &done);
             done
         }))
     }
@@ -391,15 +393,15 @@ impl Host for Recorded {
     }
 }
 
-impl Recorder {
+impl AuditRecorder {
     /// Records an answered call, and the effects in its reply on sessions, files, packages and
     /// approvals.
-    fn answered(&self, owner: &Principal, entry: &Entry, done: &Result<Reply, Refused>) {
-        let session = entry.session.as_ref();
+    fn answered(&self, owner: &Principal, call: &CallRecord, done: &Result<Reply, Refused>) {
+        let session = call.session.as_ref();
         match (done, session) {
-            (Ok(reply), Some(id)) => self.replied(owner, id, entry, reply),
+            (Ok(reply), Some(id)) => self.replied(owner, id, call, reply),
             (Ok(Reply::Decide(Decided { session, rulings })), None) => {
-                let asked_by = entry.asked_by.as_deref();
+                let asked_by = call.asked_by.as_deref();
                 rulings
                     .iter()
                     .for_each(|ruling| self.ruled(owner, session, ruling, asked_by));
@@ -411,7 +413,7 @@ impl Recorder {
                     let by_person = matches!(ruling.by, DecidedBy::Person(_));
                     self.ruled(owner, id, ruling, by_person.then_some("install_package"));
                 }
-                if let Some(requirements) = &entry.requirements {
+                if let Some(requirements) = &call.requirements {
                     self.installed(owner, id, requirements, None);
                 }
             }
@@ -430,8 +432,8 @@ impl Recorder {
             Err(Refused::Unresponsive { sent: true }) => Outcome::Failed,
             Err(_) => Outcome::Refused,
         };
-        if let Some(call) = entry.call {
-            self.call_ended(owner, session, call, entry.begun, outcome);
+        if let Some(tool) = call.tool {
+            self.call_ended(owner, session, tool, call.begun, outcome);
         }
         if let Err(refused) = done {
             self.refused(owner, session, refused);
@@ -439,9 +441,9 @@ impl Recorder {
     }
 
     /// Records the reply of an operation on a session.
-    fn replied(&self, owner: &Principal, id: &SessionId, entry: &Entry, reply: &Reply) {
+    fn replied(&self, owner: &Principal, id: &SessionId, call: &CallRecord, reply: &Reply) {
         let moved = |direction, bytes| {
-            if let Some(path) = &entry.path {
+            if let Some(path) = &call.path {
                 self.moved(owner, id, path, direction, bytes);
             }
         };
@@ -460,7 +462,7 @@ impl Recorder {
                     self.ruled(owner, id, ruling, Some("install_package"));
                 }
                 self.met(owner, id, None);
-                let requirements = entry.requirements.as_deref().unwrap_or_default();
+                let requirements = call.requirements.as_deref().unwrap_or_default();
                 self.installed(owner, id, requirements, Some(&report.text));
             }
             Reply::WriteFile(bytes) => {

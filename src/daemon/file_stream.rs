@@ -1,8 +1,8 @@
-//! Files in chunks, with as many under way as the receiver has room for.
+//! Files in chunks, with credit-based flow control.
 //!
-//! The sender begins with `WINDOW` credits; each chunk costs one, and the receiver gives one back
-//! when it has used a chunk up. So a slow receiver slows its sender, holds at most `WINDOW` chunks,
-//! and nobody else waits.
+//! The sender begins with `WINDOW` credits; each chunk costs one, and the receiver returns one when
+//! it has consumed a chunk. So a slow receiver slows its sender, holds at most `WINDOW` chunks, and
+//! delays no other request.
 
 use std::io;
 use std::pin::Pin;
@@ -13,68 +13,68 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio_util::sync::PollSemaphore;
 
-use super::frame::{self, Kind, Written};
-use super::outgoing::Outgoing;
+use super::frame::{self, EncodedFrame, FrameKind};
+use super::frame_sender::FrameSender;
 
 /// Bytes of a chunk.
 pub(super) const CHUNK: usize = 64 * 1024;
-/// Chunks of one file on their way: a mebibyte.
+/// Chunks of one file in transit: a mebibyte.
 pub(super) const WINDOW: usize = 16;
 
-/// What a receiver is told.
+/// What a receiver gets.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum Arrival {
+pub(super) enum FilePart {
     Chunk(Vec<u8>),
     /// The file is complete.
     End,
-    /// There will be no more, and the file is not complete.
+    /// No more follows, and the file is not complete.
     Failed,
 }
 
-/// Makes the two ends of what arrives: the connection's reader holds the first, whoever uses the
-/// file the second.
-pub(super) fn arrivals() -> (mpsc::Sender<Arrival>, mpsc::Receiver<Arrival>) {
+/// Creates the channel of a file that is received: the reader of the connection has the sender, the
+/// consumer of the file the receiver.
+pub(super) fn file_parts() -> (mpsc::Sender<FilePart>, mpsc::Receiver<FilePart>) {
     // One more for the end.
     mpsc::channel(WINDOW + 1)
 }
 
-/// What it means that no more can arrive although no end was told.
+/// What a closed channel without an `End` means.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Silence {
-    /// The answer that follows tells how it ended.
-    IsTheEnd,
-    /// The sender is gone in the middle.
-    IsAFailure,
+pub(super) enum EofPolicy {
+    /// The reply that follows says how the transfer ended.
+    EndsFile,
+    /// The sender disconnected before the end.
+    Fails,
 }
 
-/// A file that arrives, to be read.
-pub(super) struct Arriving {
-    pub(super) chunks: mpsc::Receiver<Arrival>,
-    /// A written credit.
-    credit: Written,
-    outgoing: Outgoing,
+/// A file that is received, to be read.
+pub(super) struct FileReader {
+    pub(super) chunks: mpsc::Receiver<FilePart>,
+    /// An encoded credit.
+    credit: EncodedFrame,
+    frames: FrameSender,
     room: PollSemaphore,
-    silence: Silence,
+    eof: EofPolicy,
     current: Vec<u8>,
     at: usize,
     owes: bool,
 }
 
-impl Arriving {
+impl FileReader {
     /// `credit` is sent for each chunk that was used up.
     pub(super) fn new(
-        chunks: mpsc::Receiver<Arrival>,
-        credit: Written,
-        outgoing: Outgoing,
-        silence: Silence,
-    ) -> Arriving {
-        let room = PollSemaphore::new(outgoing.room());
-        Arriving {
+        chunks: mpsc::Receiver<FilePart>,
+        credit: EncodedFrame,
+        frames: FrameSender,
+        eof: EofPolicy,
+    ) -> FileReader {
+        let room = PollSemaphore::new(frames.room());
+        FileReader {
             chunks,
             credit,
-            outgoing,
+            frames,
             room,
-            silence,
+            eof,
             current: Vec::new(),
             at: 0,
             owes: false,
@@ -82,7 +82,7 @@ impl Arriving {
     }
 }
 
-impl AsyncRead for Arriving {
+impl AsyncRead for FileReader {
     fn poll_read(
         self: Pin<&mut Self>,
         context: &mut Context<'_>,
@@ -93,18 +93,18 @@ impl AsyncRead for Arriving {
             if this.owes {
                 // Without a connection nobody needs the credit, and the chunks that are here still
                 // count.
-                if let Some(place) = ready!(this.room.poll_acquire(context)) {
-                    let _ = this.outgoing.put(this.credit.clone(), Some(place));
+                if let Some(permit) = ready!(this.room.poll_acquire(context)) {
+                    let _ = this.frames.put(this.credit.clone(), Some(permit));
                 }
                 this.owes = false;
             }
             match ready!(this.chunks.poll_recv(context)) {
-                Some(Arrival::Chunk(chunk)) => {
+                Some(FilePart::Chunk(chunk)) => {
                     (this.current, this.at, this.owes) = (chunk, 0, true)
                 }
-                Some(Arrival::End) => return Poll::Ready(Ok(())),
-                None if this.silence == Silence::IsTheEnd => return Poll::Ready(Ok(())),
-                Some(Arrival::Failed) | None => {
+                Some(FilePart::End) => return Poll::Ready(Ok(())),
+                None if this.eof == EofPolicy::EndsFile => return Poll::Ready(Ok(())),
+                Some(FilePart::Failed) | None => {
                     return Poll::Ready(Err(io::ErrorKind::ConnectionAborted.into()));
                 }
             }
@@ -117,28 +117,28 @@ impl AsyncRead for Arriving {
 }
 
 /// A file that is sent by writing it.
-pub(super) struct Leaving {
+pub(super) struct FileWriter {
     id: u64,
     credit: PollSemaphore,
     permit: Option<OwnedSemaphorePermit>,
-    outgoing: Outgoing,
+    frames: FrameSender,
     room: PollSemaphore,
 }
 
-impl Leaving {
-    pub(super) fn new(id: u64, credit: Arc<Semaphore>, outgoing: Outgoing) -> Leaving {
-        let room = PollSemaphore::new(outgoing.room());
-        Leaving {
+impl FileWriter {
+    pub(super) fn new(id: u64, credit: Arc<Semaphore>, frames: FrameSender) -> FileWriter {
+        let room = PollSemaphore::new(frames.room());
+        FileWriter {
             id,
             credit: PollSemaphore::new(credit),
             permit: None,
-            outgoing,
+            frames,
             room,
         }
     }
 }
 
-impl AsyncWrite for Leaving {
+impl AsyncWrite for FileWriter {
     fn poll_write(
         self: Pin<&mut Self>,
         context: &mut Context<'_>,
@@ -149,10 +149,10 @@ impl AsyncWrite for Leaving {
         if this.permit.is_none() {
             this.permit = Some(ready!(this.credit.poll_acquire(context)).ok_or_else(gone)?);
         }
-        let place = ready!(this.room.poll_acquire(context)).ok_or_else(gone)?;
+        let permit = ready!(this.room.poll_acquire(context)).ok_or_else(gone)?;
         let size = bytes.len().min(CHUNK);
-        let chunk = frame::raw(this.id, Kind::Chunk, &bytes[..size]);
-        this.outgoing.put(chunk, Some(place)).map_err(|_| gone())?;
+        let chunk = frame::encode_raw(this.id, FrameKind::Chunk, &bytes[..size]);
+        this.frames.put(chunk, Some(permit)).map_err(|_| gone())?;
         // It comes back when the receiver says so.
         this.permit.take().expect("it was acquired above").forget();
         Poll::Ready(Ok(size))

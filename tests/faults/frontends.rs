@@ -1,4 +1,4 @@
-//! The server process that clients speak to, the front, and the keeper of its sessions: killed,
+//! The server process that clients speak to, the frontend, and the daemon of its sessions: killed,
 //! stopped, misled.
 
 use std::fs;
@@ -46,17 +46,17 @@ fn outcome(server: &Server, session: &str) -> String {
     told.text().to_owned()
 }
 
-/// A front is gone; the next one finds everything.
+/// A frontend is gone; the next one finds everything.
 #[track_caller]
 fn check_taken_over(signal: Signal, moment: Moment) {
-    let mut scene = Scene::new(Home::Keeper);
+    let mut scene = Scene::new(Home::SessionDaemon);
     let (_, pending) = begin(&scene, moment);
     support::signal(scene.server().process_id(), signal);
     if let Some(told) = pending.map(|pending| pending.result()) {
         assert!(told.text().contains("It goes on"), "{}", told.text());
     }
-    let front = scene.server.take().expect("the scene is not over");
-    let ended = front.ended();
+    let frontend = scene.server.take().expect("the scene is not over");
+    let ended = frontend.ended();
     assert_eq!(ended.success(), signal == Signal::TERM, "{ended}");
     scene.server = Some(scene.another());
     if moment == Moment::MidCell {
@@ -75,18 +75,18 @@ fn check_taken_over(signal: Signal, moment: Moment) {
 }
 
 #[test]
-fn a_killed_front_leaves_its_variables() {
+fn a_killed_frontend_leaves_its_variables() {
     check_taken_over(Signal::KILL, Moment::Idle);
 }
 
 #[test]
-fn a_front_that_is_asked_to_end_leaves_its_sessions() {
+fn a_frontend_that_is_asked_to_end_leaves_its_sessions() {
     check_taken_over(Signal::TERM, Moment::Idle);
     check_taken_over(Signal::TERM, Moment::MidCell);
 }
 
 #[test]
-fn a_front_takes_its_own_sessions_along() {
+fn a_frontend_takes_its_own_sessions_along() {
     for (signal, moment) in [
         (Signal::KILL, Moment::Idle),
         (Signal::KILL, Moment::MidCell),
@@ -109,8 +109,8 @@ fn a_front_takes_its_own_sessions_along() {
             told.assert_refused(&words);
             assert!(!told.text().contains("goes on"), "{}", told.text());
         }
-        let front = scene.server.take().expect("the scene is not over");
-        assert_eq!(front.ended().success(), signal == Signal::TERM);
+        let frontend = scene.server.take().expect("the scene is not over");
+        assert_eq!(frontend.ended().success(), signal == Signal::TERM);
         assert!(
             asked.elapsed() < Duration::from_secs(20),
             "{:?}",
@@ -136,21 +136,17 @@ fn a_front_takes_its_own_sessions_along() {
     }
 }
 
-/// A keeper is gone, and a session that it had says so.
+/// A daemon is gone, and a session that it had says so.
 #[track_caller]
 fn check_lost(signal: Signal, moment: Moment) {
-    let mut scene = Scene::new(Home::Keeper);
+    let mut scene = Scene::new(Home::SessionDaemon);
     let (_, pending) = begin(&scene, moment);
     let (family, entries) = (processes::below(scene.holder), entries_of(scene.holder));
     support::signal(scene.holder, signal);
     if let Some(pending) = pending {
         let told = pending.result();
         assert!(told.is_error(), "{}", told.text());
-        let why = [
-            "the process that kept the sessions ended",
-            "shutting down",
-            "is ending",
-        ];
+        let why = ["the session daemon ended", "shutting down", "is ending"];
         assert!(
             why.iter().any(|why| told.text().contains(why)),
             "{}",
@@ -162,7 +158,7 @@ fn check_lost(signal: Signal, moment: Moment) {
             process.state().is_none().then_some(())
         });
     }
-    // A keeper that is about to end says that, and one that has ended is told about.
+    // A daemon that is about to end says that, and one that has ended is told about.
     let told = wait_for("a session that has ended", || {
         let told = scene.run("a", "x");
         assert!(
@@ -173,52 +169,49 @@ fn check_lost(signal: Signal, moment: Moment) {
         let text = told.text().to_owned();
         (!text.contains("shutting down")).then_some(text)
     });
-    assert!(
-        told.contains("the process that kept the sessions ended"),
-        "{told}"
-    );
+    assert!(told.contains("the session daemon ended"), "{told}");
     assert!(!scene.call("reset", "a").is_error());
     assert_eq!(scene.text("a", "'x' in globals()"), "False");
     scene.assert_new_session_works("new");
-    // The next keeper sweeps what a killed one left.
+    // The next daemon sweeps what a killed one left.
     wait_for("the end of its entry", || {
         entries.iter().all(|entry| !entry.exists()).then_some(())
     });
-    let next = scene.keeper_process();
+    let next = scene.daemon_process();
     assert_ne!(
         std::mem::replace(&mut scene.holder, next),
         next,
-        "another keeper was started"
+        "another daemon was started"
     );
     scene.finish();
 }
 
 #[test]
-fn a_keeper_that_is_killed_mid_cell_is_replaced() {
+fn a_daemon_that_is_killed_mid_cell_is_replaced() {
     check_lost(Signal::KILL, Moment::MidCell);
 }
 
 #[test]
-fn a_keeper_that_is_asked_to_end_is_replaced() {
+fn a_daemon_that_is_asked_to_end_is_replaced() {
     check_lost(Signal::TERM, Moment::Idle);
     check_lost(Signal::TERM, Moment::MidCell);
 }
 
 #[test]
-fn a_keeper_that_hangs_mid_cell_has_the_result_when_it_goes_on() {
-    let scene = Scene::new(Home::Keeper);
+fn a_daemon_that_hangs_mid_cell_has_the_result_when_it_goes_on() {
+    let scene = Scene::new(Home::SessionDaemon);
     let (interpreter, pending) = begin(&scene, Moment::MidCell);
     support::stop(scene.holder);
     let begun = Instant::now();
-    // Another server is told which keeper it is, and how to end it.
-    let (status, _, errors) = finished(&mut command(Home::Keeper, &scene.keeper));
+    // Another server is told which daemon it is, and how to end it.
+    let (status, _, errors) = finished(&mut command(Home::SessionDaemon, &scene.daemon));
     assert_eq!(status, Some(2), "{errors}");
     let named = format!(
-        "the keeper `{}` (process {}) does not answer",
-        scene.keeper, scene.holder
+        "the session daemon `{}` (process {}) does not answer",
+        scene.daemon, scene.holder
     );
     assert!(
-        errors.contains(&named) && errors.contains("cellblock keeper stop"),
+        errors.contains(&named) && errors.contains("cellblock daemon stop"),
         "{errors}"
     );
     let list = scene.server().call("list_sessions", json!({}));
@@ -235,7 +228,7 @@ fn a_keeper_that_hangs_mid_cell_has_the_result_when_it_goes_on() {
     interpreter.wait_until_asleep();
     support::signal(scene.holder, Signal::CONT);
     let told = pending.expect("a cell runs").result();
-    // It was given up while the keeper hung, unless it came a moment before.
+    // It was given up while the daemon hung, unless it came a moment before.
     let is_known = told.text().contains("the result");
     assert!(
         is_known
@@ -245,7 +238,7 @@ fn a_keeper_that_hangs_mid_cell_has_the_result_when_it_goes_on() {
         "{}",
         told.text()
     );
-    wait_for("a keeper that answers", || {
+    wait_for("a daemon that answers", || {
         (!scene.server().call("list_sessions", json!({})).is_error()).then_some(())
     });
     if !is_known {
@@ -256,19 +249,19 @@ fn a_keeper_that_hangs_mid_cell_has_the_result_when_it_goes_on() {
 }
 
 #[test]
-fn a_front_or_keeper_that_stands_still_for_a_moment_loses_nothing() {
-    for (home, stop_front, stop_keeper) in [
+fn a_frontend_or_daemon_that_stands_still_for_a_moment_loses_nothing() {
+    for (home, stop_frontend, stop_daemon) in [
         (Home::Inside, true, false),
-        (Home::Keeper, true, false),
-        (Home::Keeper, false, true),
-        (Home::Keeper, true, true),
+        (Home::SessionDaemon, true, false),
+        (Home::SessionDaemon, false, true),
+        (Home::SessionDaemon, true, true),
     ] {
         let scene = Scene::new(home);
         let (interpreter, pending) = begin(&scene, Moment::MidCell);
-        let front = stop_front.then(|| scene.server().process_id());
-        let stopped: Vec<u32> = front
+        let frontend = stop_frontend.then(|| scene.server().process_id());
+        let stopped: Vec<u32> = frontend
             .into_iter()
-            .chain(stop_keeper.then_some(scene.holder))
+            .chain(stop_daemon.then_some(scene.holder))
             .collect();
         stopped.iter().for_each(|process| support::stop(*process));
         // The cell ends meanwhile, and nobody hears it.
@@ -280,7 +273,7 @@ fn a_front_or_keeper_that_stands_still_for_a_moment_loses_nothing() {
         assert_eq!(
             (told.is_error(), told.text()),
             (false, "'the result'"),
-            "{home:?} {stop_front} {stop_keeper}"
+            "{home:?} {stop_frontend} {stop_daemon}"
         );
         assert_eq!(scene.text("a", "x"), "42");
         scene.finish();
@@ -288,8 +281,8 @@ fn a_front_or_keeper_that_stands_still_for_a_moment_loses_nothing() {
 }
 
 #[test]
-fn of_two_fronts_of_one_keeper_one_is_killed_and_the_other_goes_on() {
-    let scene = Scene::new(Home::Keeper);
+fn of_two_frontends_of_one_daemon_one_is_killed_and_the_other_goes_on() {
+    let scene = Scene::new(Home::SessionDaemon);
     let (_, pending) = begin(&scene, Moment::MidCell);
     let other = scene.another();
     assert!(other.call("list_sessions", json!({})).text().contains('a'));
@@ -313,22 +306,19 @@ fn of_two_fronts_of_one_keeper_one_is_killed_and_the_other_goes_on() {
 const CALLERS: &[(&str, &[&str])] = &[("alice", &["python:execute"])];
 
 #[test]
-fn a_service_is_not_ready_while_its_keeper_hangs_and_says_why() {
+fn a_service_is_not_ready_while_its_daemon_hangs_and_says_why() {
     let folder = tempfile::tempdir().unwrap();
     let service = Service::with_keys(folder.path(), CALLERS, &[]);
     let is_ready = || (readiness(service.address).0 == 200).then_some(());
     wait_for("a service that is ready", is_ready);
-    let keeper = processes::keeper_of(service.process_id());
-    support::stop(keeper);
+    let daemon = processes::daemon_of(service.process_id());
+    support::stop(daemon);
     let why = wait_for("a service that is not ready", || {
         let (status, text) = readiness(service.address);
         (status == 503).then_some(text)
     });
-    assert!(
-        why.contains("the process that keeps the sessions does not answer"),
-        "{why}"
-    );
-    support::signal(keeper, Signal::CONT);
+    assert!(why.contains("the session daemon does not answer"), "{why}");
+    support::signal(daemon, Signal::CONT);
     wait_for("a service that is ready again", is_ready);
     drop(service.kill());
 }
@@ -382,7 +372,7 @@ async fn signals_to_read_settings_again_disturb_no_cell_and_a_broken_file_change
     );
 }
 
-/// The place of a keeper's socket.
+/// The place of a daemon's socket.
 fn socket_of(name: &str) -> PathBuf {
     let folder = runtime_folder().join("keeper");
     fs::create_dir_all(&folder).unwrap();
@@ -398,18 +388,18 @@ fn whatever_is_in_the_place_of_a_socket_is_replaced() {
         let name = format!("place{number}-{}", std::process::id());
         let socket = socket_of(&name);
         leave(&socket);
-        let server = Server::spawn(&mut command(Home::Keeper, &name), Era::Initialize);
+        let server = Server::spawn(&mut command(Home::SessionDaemon, &name), Era::Initialize);
         server.greet();
         let told = server.call("execute_ipython_cell", json!({"code": "6 * 7"}));
         assert_eq!((told.is_error(), told.text()), (false, "42"));
         server.close_input();
         assert!(server.ended().success());
-        let (ended, _, errors) = finished(program().args(["keeper", "stop", &name, "--now"]));
+        let (ended, _, errors) = finished(program().args(["daemon", "stop", &name, "--now"]));
         assert_eq!((ended, socket.exists()), (Some(0), false), "{errors}");
     }
 }
 
-/// What a keeper leaves that was killed: a socket that nobody listens to.
+/// What a daemon leaves that was killed: a socket that nobody listens to.
 fn fs_socket(path: &std::path::Path) {
     drop(UnixListener::bind(path).unwrap());
 }
@@ -434,7 +424,7 @@ fn an_entry_of_rubbish_that_names_a_folder_of_the_machine_is_swept_and_the_folde
     scene.finish();
 }
 
-/// Answers the connections of one test in the place of a keeper.
+/// Answers the connections of one test in the place of a daemon.
 fn impostor(
     name: &str,
     answer: impl Fn(std::os::unix::net::UnixStream) + Send + 'static,
@@ -445,7 +435,7 @@ fn impostor(
     socket
 }
 
-/// Starts a server whose keeper is an impostor: what it says, and how long that took.
+/// Starts a server whose daemon is an impostor: what it says, and how long that took.
 fn refused_by(
     kind: &str,
     answer: impl Fn(std::os::unix::net::UnixStream) + Send + 'static,
@@ -453,7 +443,7 @@ fn refused_by(
     let name = format!("{kind}-{}", std::process::id());
     let socket = impostor(&name, answer);
     let begun = Instant::now();
-    let (status, printed, errors) = finished(&mut command(Home::Keeper, &name));
+    let (status, printed, errors) = finished(&mut command(Home::SessionDaemon, &name));
     assert_eq!((status, printed.as_str()), (Some(2), ""), "{errors}");
     fs::remove_file(socket).unwrap();
     assert!(
@@ -464,7 +454,7 @@ fn refused_by(
 }
 
 #[test]
-fn a_keeper_that_says_nothing_is_refused_in_time() {
+fn a_daemon_that_says_nothing_is_refused_in_time() {
     let (errors, elapsed) = refused_by("silent", |mut stream| {
         // Until the other side gives up.
         let _ = stream.read_to_end(&mut Vec::new());
@@ -474,18 +464,18 @@ fn a_keeper_that_says_nothing_is_refused_in_time() {
 }
 
 #[test]
-fn a_keeper_that_talks_nonsense_is_refused_at_once() {
+fn a_daemon_that_talks_nonsense_is_refused_at_once() {
     let (errors, elapsed) = refused_by("nonsense", |mut stream| {
         let _ = stream.write_all(&[0xff; 64]);
         let _ = stream.read_to_end(&mut Vec::new());
     });
-    assert!(errors.contains("makes no sense"), "{errors}");
+    assert!(errors.contains("unexpected reply"), "{errors}");
     assert!(elapsed < Duration::from_secs(9), "{elapsed:?}");
 }
 
 #[test]
-fn a_keeper_that_closes_every_connection_is_refused_at_once() {
+fn a_daemon_that_closes_every_connection_is_refused_at_once() {
     let (errors, elapsed) = refused_by("closing", drop);
-    assert!(errors.contains("keeper"), "{errors}");
+    assert!(errors.contains("daemon"), "{errors}");
     assert!(elapsed < Duration::from_secs(9), "{elapsed:?}");
 }

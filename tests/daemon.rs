@@ -1,7 +1,7 @@
 //! Sessions that outlive their server, with the built program: a server is killed and its sessions
-//! are not, a keeper is killed and nothing stays.
+//! are not, a daemon is killed and nothing stays.
 //!
-//! Each case has a keeper of its own name, so that none meets another's.
+//! Each case has a daemon of its own name, so that none meets another's.
 
 use std::fs;
 use std::os::fd::OwnedFd;
@@ -12,20 +12,20 @@ use std::time::{Duration, Instant};
 use rustix::process::{Pid, PidfdFlags, Signal};
 use serde_json::{Value, json};
 
-use crate::support::server::{Era, MINIMAL, PATIENCE, Server, finished, patiently, program};
-use crate::support::service::Keeper;
+use crate::support::server::{Era, MINIMAL, Server, TEST_TIMEOUT, finished, program, with_timeout};
+use crate::support::service::SessionDaemon;
 use crate::support::{ends_within, signal, stop};
 
-/// A keeper, and a folder that its sessions share. What is left of it ends with the scene.
+/// A daemon, and a folder that its sessions share. What is left of it ends with the scene.
 struct Scene {
-    keeper: Keeper,
+    daemon: SessionDaemon,
     workspace: tempfile::TempDir,
 }
 
 impl Scene {
     fn new() -> Scene {
         Scene {
-            keeper: Keeper::new(),
+            daemon: SessionDaemon::new(),
             workspace: tempfile::tempdir().unwrap(),
         }
     }
@@ -37,8 +37,8 @@ impl Scene {
                 "mcp",
                 "--keep-sessions",
                 "on",
-                "--keeper",
-                self.keeper.name(),
+                "--daemon-name",
+                self.daemon.name(),
             ])
             .args(MINIMAL);
         command
@@ -58,21 +58,21 @@ impl Scene {
         server
     }
 
-    /// What the keeper says about itself, if there is one.
+    /// What the daemon says about itself, if there is one.
     fn status(&self) -> Option<Value> {
-        let (code, printed, errors) = finished(program().args(["keeper", "status", "--json"]));
+        let (code, printed, errors) = finished(program().args(["daemon", "status", "--json"]));
         assert_eq!(code, Some(0), "{errors}");
         let all: Value = serde_json::from_str(&printed).unwrap();
         all.as_array()
             .unwrap()
             .iter()
-            .find(|keeper| keeper["name"] == self.keeper.name())
+            .find(|daemon| daemon["name"] == self.daemon.name())
             .cloned()
     }
 
     /// The same, once it has noticed that its servers are gone.
     fn status_without_servers(&self) -> Option<Value> {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TEST_TIMEOUT;
         loop {
             let status = self.status()?;
             if status["servers"] == json!(0) {
@@ -86,7 +86,7 @@ impl Scene {
     }
 
     fn process(&self) -> u32 {
-        self.status().expect("there is a keeper")["process"]
+        self.status().expect("there is a daemon")["process"]
             .as_u64()
             .unwrap() as u32
     }
@@ -94,7 +94,7 @@ impl Scene {
     fn stop(&self, more: &[&str]) -> (Option<i32>, String, String) {
         finished(
             program()
-                .args(["keeper", "stop", self.keeper.name()])
+                .args(["daemon", "stop", self.daemon.name()])
                 .args(more),
         )
     }
@@ -118,12 +118,12 @@ impl Scene {
             json!({"code": code, "session_id": session}),
         ));
         let begun = self.workspace.path().join("begun");
-        patiently(move || fs::read(begun).unwrap());
+        with_timeout(move || fs::read(begun).unwrap());
     }
 
     fn release(&self) {
         let go = self.workspace.path().join("go");
-        patiently(move || fs::write(go, "go").unwrap());
+        with_timeout(move || fs::write(go, "go").unwrap());
     }
 }
 
@@ -151,7 +151,7 @@ fn ends(handle: &OwnedFd, within: Duration) {
     assert!(ends_within(handle, within), "the process lives on");
 }
 
-/// Every process that a keeper has started, directly or not.
+/// Every process that a daemon has started, directly or not.
 fn descendants(of: u32) -> Vec<OwnedFd> {
     let mut found = Vec::new();
     let mut parents = vec![of];
@@ -179,12 +179,12 @@ fn a_killed_server_leaves_its_sessions_and_its_running_cell_to_the_next() {
     let first = scene.server();
     assert_eq!(run(&first, "a", "x = 41; x"), "41");
     scene.begin_long_cell(&first, "a", "y = x + 1\n'told to the next server'");
-    let keeper = scene.process();
+    let daemon = scene.process();
     kill(first.process_id());
     first.ended();
 
     let second = scene.server();
-    assert_eq!(scene.process(), keeper, "the keeper is the same");
+    assert_eq!(scene.process(), daemon, "the daemon is the same");
     assert_eq!(
         run(&second, "b", "'others are not held up'"),
         "'others are not held up'"
@@ -206,19 +206,19 @@ fn a_killed_server_leaves_its_sessions_and_its_running_cell_to_the_next() {
 }
 
 #[test]
-fn a_killed_keeper_takes_everything_along_and_its_sessions_say_so() {
+fn a_killed_daemon_takes_everything_along_and_its_sessions_say_so() {
     let scene = Scene::new();
     let server = scene.server();
     assert_eq!(run(&server, "a", "x = 1; x"), "1");
-    let keeper = scene.process();
-    let family = descendants(keeper);
+    let daemon = scene.process();
+    let family = descendants(daemon);
     assert!(
         family.len() >= 3,
         "guardian, warden, interpreters: {}",
         family.len()
     );
-    kill(keeper);
-    let deadline = Instant::now() + PATIENCE;
+    kill(daemon);
+    let deadline = Instant::now() + TEST_TIMEOUT;
     for process in &family {
         ends(process, deadline.saturating_duration_since(Instant::now()));
     }
@@ -228,10 +228,7 @@ fn a_killed_keeper_takes_everything_along_and_its_sessions_say_so() {
         json!({"code": "x", "session_id": "a"}),
     );
     assert!(
-        lost.is_error()
-            && lost
-                .text()
-                .contains("the process that kept the sessions ended"),
+        lost.is_error() && lost.text().contains("the session daemon ended"),
         "{}",
         lost.text()
     );
@@ -240,18 +237,18 @@ fn a_killed_keeper_takes_everything_along_and_its_sessions_say_so() {
         "{}",
         lost.text()
     );
-    assert_ne!(scene.process(), keeper, "another keeper was started");
+    assert_ne!(scene.process(), daemon, "another daemon was started");
     assert_eq!(run(&server, "b", "1 + 1"), "2");
     assert!(!server.call("reset", json!({"session_id": "a"})).is_error());
     assert_eq!(run(&server, "a", "'x' in globals()"), "False");
 }
 
 #[test]
-fn a_keeper_that_nobody_needs_ends_and_leaves_nothing() {
+fn a_daemon_that_nobody_needs_ends_and_leaves_nothing() {
     let scene = Scene::new();
     let server = scene.server();
     assert_eq!(run(&server, "a", "1"), "1");
-    let keeper = handle(scene.process());
+    let daemon = handle(scene.process());
     let family = descendants(scene.process());
     assert!(
         !server
@@ -261,40 +258,40 @@ fn a_keeper_that_nobody_needs_ends_and_leaves_nothing() {
     assert!(scene.status().is_some(), "it stays for its server");
     server.close_input();
     assert!(server.ended().success());
-    for process in family.iter().chain([&keeper]) {
-        ends(process, PATIENCE);
+    for process in family.iter().chain([&daemon]) {
+        ends(process, TEST_TIMEOUT);
     }
     assert_eq!(scene.status(), None);
 }
 
 #[test]
-fn a_keeper_without_a_server_ends_when_its_sessions_have_been_idle() {
+fn a_daemon_without_a_server_ends_when_its_sessions_have_been_idle() {
     let scene = Scene::new();
     let server = scene.server_with(&["--idle-timeout", "1s"]);
     assert_eq!(run(&server, "a", "1"), "1");
-    let keeper = handle(scene.process());
+    let daemon = handle(scene.process());
     kill(server.process_id());
     server.ended();
-    ends(&keeper, PATIENCE);
+    ends(&daemon, TEST_TIMEOUT);
     assert_eq!(scene.status(), None);
 }
 
 #[test]
-fn an_operator_cannot_stop_a_keeper_at_work_by_accident() {
+fn an_operator_cannot_stop_a_daemon_at_work_by_accident() {
     let scene = Scene::new();
     let server = scene.server();
     scene.begin_long_cell(&server, "a", "'done'");
     let (code, _, errors) = scene.stop(&[]);
     assert_eq!(code, Some(2));
     assert!(errors.contains("--now"), "{errors}");
-    let keeper = handle(scene.process());
+    let daemon = handle(scene.process());
     let (code, printed, errors) = scene.stop(&["--now"]);
     assert_eq!(
         (code, printed.contains("has ended")),
         (Some(0), true),
         "{errors}"
     );
-    ends(&keeper, PATIENCE);
+    ends(&daemon, TEST_TIMEOUT);
     assert_eq!(scene.status(), None);
     let (code, printed, errors) = scene.stop(&[]);
     assert_eq!(
@@ -303,7 +300,10 @@ fn an_operator_cannot_stop_a_keeper_at_work_by_accident() {
         "there is nothing left to stop"
     );
     assert!(
-        errors.contains(&format!("there is no keeper {}", scene.keeper.name())),
+        errors.contains(&format!(
+            "there is no session daemon {}",
+            scene.daemon.name()
+        )),
         "{errors}"
     );
 }
@@ -311,21 +311,21 @@ fn an_operator_cannot_stop_a_keeper_at_work_by_accident() {
 #[test]
 fn a_server_that_ends_says_which_sessions_go_on_and_how_to_end_them() {
     let scene = Scene::new();
-    // The keeper writes to the log of the first server, which started it.
+    // The daemon writes to the log of the first server, which started it.
     let first = scene.server();
     assert_eq!(run(&first, "a", "1"), "1");
     let second = scene.server();
     assert_eq!(run(&second, "b", "2"), "2");
     let log = second.finish();
     let told = format!(
-        "2 sessions go on; `cellblock keeper stop {}` ends them",
-        scene.keeper.name()
+        "2 sessions go on; `cellblock daemon stop {}` ends them",
+        scene.daemon.name()
     );
     assert!(log.contains(&told), "{log}");
 }
 
 #[test]
-fn servers_that_start_at_once_share_one_keeper() {
+fn servers_that_start_at_once_share_one_daemon() {
     let scene = Scene::new();
     let servers = std::thread::scope(|scope| {
         let started = (0..3)
@@ -342,7 +342,7 @@ fn servers_that_start_at_once_share_one_keeper() {
 }
 
 #[test]
-fn keepers_of_other_names_have_other_sessions_and_leave_each_other_alone() {
+fn daemons_of_other_names_have_other_sessions_and_leave_each_other_alone() {
     let (one, other) = (Scene::new(), Scene::new());
     let (first, second) = (one.server(), other.server());
     assert_eq!(run(&first, "a", "x = 1; x"), "1");
@@ -356,13 +356,13 @@ fn keepers_of_other_names_have_other_sessions_and_leave_each_other_alone() {
     assert_eq!(
         run(&second, "b", "2"),
         "2",
-        "the next keeper sweeps what the dead one left"
+        "the next daemon sweeps what the dead one left"
     );
     assert_eq!(run(&first, "a", "x"), "1");
 }
 
 #[test]
-fn what_the_operator_gave_reaches_the_keeper_and_is_in_no_argument() {
+fn what_the_operator_gave_reaches_the_daemon_and_is_in_no_argument() {
     let scene = Scene::new();
     let server = scene.server_with(&["--env-var", "GIVEN=canary-of-the-operator"]);
     assert_eq!(
@@ -385,28 +385,50 @@ fn a_server_with_other_settings_is_warned_and_told_the_cure() {
     assert_eq!(run(&first, "a", "x = 1; x"), "1");
     let second = scene.server_with(&["--max-sessions", "7"]);
     assert_eq!(run(&second, "a", "x"), "1");
-    // The keeper writes to the log of the first server, which started it.
+    // The daemon writes to the log of the first server, which started it.
     let written = second.finish();
     assert!(
-        written.contains(&format!("cellblock keeper stop {}", scene.keeper.name())),
+        written.contains(&format!("cellblock daemon stop {}", scene.daemon.name())),
         "{written}"
     );
 }
 
 #[test]
-fn the_command_of_a_keeper_is_not_for_people() {
-    let (code, _, errors) = finished(program().args(["keeper", "hold"]));
+fn a_server_with_the_former_flag_finds_the_same_daemon_and_warns_once() {
+    let scene = Scene::new();
+    let name = scene.daemon.name();
+    let mut former = program();
+    former
+        .args(["mcp", "--keep-sessions", "on", "--keeper", name])
+        .args(MINIMAL)
+        .arg("--workspace")
+        .arg(scene.workspace.path());
+    let first = Server::spawn(&mut former, Era::Initialize);
+    first.greet();
+    assert_eq!(run(&first, "a", "x = 6; x"), "6");
+    let second = scene.server();
+    assert_eq!(run(&second, "a", "x * 7"), "42");
+    assert_eq!(scene.stop(&["--now"]).0, Some(0));
+    // The daemon writes to the log of the server that started it, so the log ends with it.
+    let log = first.finish();
+    assert_eq!(log.matches("is now called").count(), 1, "{log}");
+    assert!(!second.finish().contains("is now called")); // control
+}
+
+#[test]
+fn the_command_of_a_daemon_is_not_for_people() {
+    let (code, _, errors) = finished(program().args(["daemon", "hold"]));
     assert_eq!(code, Some(2));
     assert!(errors.contains("the server itself"), "{errors}");
 }
 
 #[test]
-fn a_keeper_that_hangs_is_noticed_and_everything_goes_on_when_it_recovers() {
+fn a_daemon_that_hangs_is_noticed_and_everything_goes_on_when_it_recovers() {
     let scene = Scene::new();
     let server = scene.server();
     run(&server, "a", "x = 41");
-    let keeper = scene.process();
-    stop(keeper);
+    let daemon = scene.process();
+    stop(daemon);
     let begun = Instant::now();
     let cell = server.begin(
         "execute_ipython_cell",
@@ -432,8 +454,8 @@ fn a_keeper_that_hangs_is_noticed_and_everything_goes_on_when_it_recovers() {
         "{:?}",
         begun.elapsed()
     );
-    signal(keeper, Signal::CONT);
-    let deadline = Instant::now() + PATIENCE;
+    signal(daemon, Signal::CONT);
+    let deadline = Instant::now() + TEST_TIMEOUT;
     while server.call("list_sessions", json!({})).is_error() {
         assert!(Instant::now() < deadline, "it does not recover");
     }
@@ -481,7 +503,7 @@ fn an_execution_that_ended_without_a_server_is_recorded_once_by_the_next_one() {
         if executions(&log).len() < 3 {
             run(&server, "a", "after = 1");
         }
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TEST_TIMEOUT;
         while executions(&log).len() < 3 {
             assert!(
                 Instant::now() < deadline,
@@ -502,7 +524,7 @@ fn an_execution_that_ended_without_a_server_is_recorded_once_by_the_next_one() {
 }
 
 #[test]
-fn a_server_names_the_settings_that_its_keeper_has_differently_and_its_quotas_hold_at_once() {
+fn a_server_names_the_settings_that_its_daemon_has_differently_and_its_quotas_hold_at_once() {
     let scene = Scene::new();
     let first = scene.server();
     run(&first, "a", "1");

@@ -1,4 +1,4 @@
-//! A front and a keeper in one process, with sessions that do as they are told.
+//! A frontend and a daemon in one process, with sessions that do as they are told.
 
 use std::collections::HashMap;
 use std::io;
@@ -15,15 +15,16 @@ use tokio::sync::{Semaphore, oneshot, watch};
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
-use super::frame::{self, Assembly, Frame, FrameError, Kind, LARGEST_FRAME};
+use super::file_stream::{CHUNK, WINDOW};
+use super::frame::{self, FrameKind, IpcError, IpcFrame, LARGEST_FRAME, MessageAssembler};
 use super::message::{
-    Answer, Asking, FromFront, FromKeeper, Hello, PROTOCOL, Purpose, Status, StopAnswer, Welcome,
+    DaemonHello, DaemonStatus, FromDaemon, HelloPurpose, PROTOCOL, ReplyResult, RequestRef,
+    StopReply, ToDaemon, Welcome,
 };
-use super::post::Place;
-use super::serve::Ended;
-use super::start::{AttachError, ask_status, ask_to_stop};
-use super::stream::{CHUNK, WINDOW};
-use super::{Client, KeeperSettings, Kept, Post, Terms, attach, keep};
+use super::serve::ExitReason;
+use super::socket::SocketPath;
+use super::start::{AttachError, query_status, request_stop};
+use super::{DaemonClient, DaemonInfo, DaemonSettings, DaemonSocket, SessionHost, attach, serve};
 use crate::approval::{Answer as PersonAnswer, Defaults, Effect, Policy, Rule};
 use crate::ops::{self, Host, HostExt, Io, Op, Reply, Ticket, golden};
 use crate::sandbox::{Preparation, Rules};
@@ -41,7 +42,7 @@ use crate::session::{
 
 // Codec.
 
-async fn read_all(bytes: &[u8]) -> Result<Vec<Frame>, FrameError> {
+async fn read_all(bytes: &[u8]) -> Result<Vec<IpcFrame>, IpcError> {
     let mut source = bytes;
     let mut frames = Vec::new();
     while let Some(frame) = frame::read(&mut source).await? {
@@ -86,8 +87,8 @@ fn handle() -> ExecutionHandle {
     "0123456789abcdef0123456789abcdef".parse().unwrap()
 }
 
-fn hello(protocol: u32, purpose: Purpose) -> Hello {
-    Hello {
+fn hello(protocol: u32, purpose: HelloPurpose) -> DaemonHello {
+    DaemonHello {
         protocol,
         build: "test".to_owned(),
         settings: "s".to_owned(),
@@ -101,12 +102,12 @@ fn welcome(protocol: u32) -> Welcome {
         id: id("a"),
         running: true,
     }];
-    let (build, settings, keeper) = ("test".to_owned(), "s".to_owned(), "k".to_owned());
+    let (build, settings, instance) = ("test".to_owned(), "s".to_owned(), "k".to_owned());
     Welcome {
         protocol,
         build,
         settings,
-        keeper,
+        instance,
         process: 1,
         residents,
         unfit: None,
@@ -115,15 +116,19 @@ fn welcome(protocol: u32) -> Welcome {
 
 /// Writes a value, reads it back and writes it again: both writings must be the same.
 async fn survives<T: Serialize + serde::de::DeserializeOwned>(value: &T) {
-    let first = frame::write(7, Kind::Message, value).unwrap().concat();
+    let first = frame::encode(7, FrameKind::Message, value)
+        .unwrap()
+        .concat();
     let frames = read_all(&first).await.unwrap();
     let [frame] = frames.as_slice() else {
         panic!("it is one frame")
     };
-    assert_eq!((frame.id, frame.kind), (7, Kind::Message));
-    let back: T = frame::content(&frame.payload).unwrap();
+    assert_eq!((frame.id, frame.kind), (7, FrameKind::Message));
+    let back: T = frame::decode(&frame.payload).unwrap();
     assert_eq!(
-        frame::write(7, Kind::Message, &back).unwrap().concat(),
+        frame::encode(7, FrameKind::Message, &back)
+            .unwrap()
+            .concat(),
         first
     );
 }
@@ -132,48 +137,48 @@ async fn survives<T: Serialize + serde::de::DeserializeOwned>(value: &T) {
 async fn every_message_arrives_as_it_was_sent() {
     for (op, _) in golden::examples() {
         let owner = owner();
-        let asking = Asking::Request {
+        let asking = RequestRef::Request {
             owner: &owner,
             op: &op,
         };
-        let asked = frame::write(1, Kind::Message, &asking).unwrap();
-        let FromFront::Request { op: back, .. } =
-            frame::content(&read_all(&asked.concat()).await.unwrap()[0].payload).unwrap()
+        let call = frame::encode(1, FrameKind::Message, &asking).unwrap();
+        let ToDaemon::Request { op: back, .. } =
+            frame::decode(&read_all(&call.concat()).await.unwrap()[0].payload).unwrap()
         else {
             panic!("a borrowed operation is written like an owned one");
         };
         assert_eq!(back.name(), op.name());
         let op = Box::new(op);
-        survives(&FromFront::Request { owner, op }).await;
+        survives(&ToDaemon::Request { owner, op }).await;
     }
     for message in [
-        FromFront::Hello(hello(PROTOCOL, Purpose::Stop { now: true })),
-        FromFront::NoMore,
-        FromFront::SourceFailed,
-        FromFront::Credit(3),
-        FromFront::Cancel,
-        FromFront::Forget,
+        ToDaemon::Hello(hello(PROTOCOL, HelloPurpose::Stop { now: true })),
+        ToDaemon::EndOfFile,
+        ToDaemon::FileFailed,
+        ToDaemon::Credit(3),
+        ToDaemon::Cancel,
+        ToDaemon::Forget,
     ] {
         survives(&message).await;
     }
-    let status = Status {
+    let status = DaemonStatus {
         protocol: 1,
         build: "b".to_owned(),
         process: 2,
         age: Duration::from_secs(3),
         sessions: 4,
         running: 5,
-        fronts: 6,
+        frontends: 6,
     };
     for message in [
-        FromKeeper::Welcome(welcome(PROTOCOL)),
-        FromKeeper::Status(status),
-        FromKeeper::Stop(StopAnswer::Busy { running: 2 }),
-        FromKeeper::Preparation(Preparation::Failed {
+        FromDaemon::Welcome(welcome(PROTOCOL)),
+        FromDaemon::Status(status),
+        FromDaemon::Stop(StopReply::Busy { running: 2 }),
+        FromDaemon::Preparation(Preparation::Failed {
             why: "no".to_owned(),
         }),
-        FromKeeper::News("a line".to_owned()),
-        FromKeeper::Credit(1),
+        FromDaemon::Progress("a line".to_owned()),
+        FromDaemon::Credit(1),
     ] {
         survives(&message).await;
     }
@@ -181,16 +186,16 @@ async fn every_message_arrives_as_it_was_sent() {
 
 #[tokio::test]
 async fn a_connection_that_ends_within_a_frame_is_an_error_and_between_frames_none() {
-    let whole = frame::write(
+    let whole = frame::encode(
         1,
-        Kind::Message,
-        &FromFront::Hello(hello(1, Purpose::Serve)),
+        FrameKind::Message,
+        &ToDaemon::Hello(hello(1, HelloPurpose::Serve)),
     )
     .unwrap()
     .concat();
     for size in 1..whole.len() {
         assert!(
-            matches!(read_all(&whole[..size]).await, Err(FrameError::Truncated)),
+            matches!(read_all(&whole[..size]).await, Err(IpcError::Truncated)),
             "{size}"
         );
     }
@@ -200,19 +205,78 @@ async fn a_connection_that_ends_within_a_frame_is_an_error_and_between_frames_no
 
 #[tokio::test]
 async fn a_frame_that_is_too_large_or_of_no_kind_is_refused_before_it_is_read() {
-    let mut whole = frame::raw(1, Kind::Chunk, &vec![0; LARGEST_FRAME]);
+    let mut whole = frame::encode_raw(1, FrameKind::Chunk, &vec![0; LARGEST_FRAME]);
     assert_eq!(read_all(&whole).await.unwrap().len(), 1); // control
     whole[..4].copy_from_slice(&(LARGEST_FRAME as u32 + 1).to_be_bytes());
     assert!(matches!(
         read_all(&whole[..13]).await,
-        Err(FrameError::FrameTooLarge(_))
+        Err(IpcError::FrameTooLarge(_))
     ));
-    let mut unknown = frame::raw(1, Kind::Chunk, b"x");
+    let mut unknown = frame::encode_raw(1, FrameKind::Chunk, b"x");
     unknown[4] = 9;
     assert!(matches!(
         read_all(&unknown).await,
-        Err(FrameError::UnknownKind(9))
+        Err(IpcError::UnknownKind(9))
     ));
+}
+
+#[test]
+fn messages_of_every_version_keep_their_names_on_the_wire() {
+    let purposes = [
+        (HelloPurpose::Serve, json!("Serve")),
+        (HelloPurpose::Status, json!("Status")),
+        (
+            HelloPurpose::Stop { now: true },
+            json!({"Stop": {"now": true}}),
+        ),
+    ];
+    for (purpose, expected) in purposes {
+        let hello = ToDaemon::Hello(hello(7, purpose));
+        let fields = json!({"protocol": 7, "build": "test", "settings": "s", "purpose": expected});
+        assert_eq!(
+            serde_json::to_value(hello).unwrap(),
+            json!({"Hello": fields})
+        );
+    }
+    let status = DaemonStatus {
+        protocol: 7,
+        build: "test".to_owned(),
+        process: 2,
+        age: Duration::from_secs(3),
+        sessions: 4,
+        running: 5,
+        frontends: 6,
+    };
+    let replies = [
+        (
+            FromDaemon::Welcome(Welcome {
+                residents: Vec::new(),
+                ..welcome(7)
+            }),
+            json!({"Welcome": {
+                "protocol": 7, "build": "test", "settings": "s", "keeper": "k", "process": 1,
+                "residents": [], "unfit": null,
+            }}),
+        ),
+        (
+            FromDaemon::Status(status),
+            json!({"Status": {
+                "protocol": 7, "build": "test", "process": 2, "age": {"secs": 3, "nanos": 0},
+                "sessions": 4, "running": 5, "fronts": 6,
+            }}),
+        ),
+        (
+            FromDaemon::Stop(StopReply::Stopping),
+            json!({"Stop": "Stopping"}),
+        ),
+        (
+            FromDaemon::Stop(StopReply::Busy { running: 2 }),
+            json!({"Stop": {"Busy": {"running": 2}}}),
+        ),
+    ];
+    for (reply, expected) in replies {
+        assert_eq!(serde_json::to_value(reply).unwrap(), expected);
+    }
 }
 
 #[tokio::test]
@@ -235,44 +299,44 @@ async fn a_newer_peer_may_say_more_and_an_older_one_less() {
         mood: "good".to_owned(),
     };
     let bytes = rmp_serde::to_vec_named(&newer).unwrap();
-    let read: Welcome = frame::content(&bytes).unwrap();
+    let read: Welcome = frame::decode(&bytes).unwrap();
     assert_eq!(
         (read.protocol, read.residents.len(), read.unfit),
         (9, 0, None)
     );
     // control
-    assert!(frame::content::<Welcome>(&rmp_serde::to_vec_named("nonsense").unwrap()).is_err());
+    assert!(frame::decode::<Welcome>(&rmp_serde::to_vec_named("nonsense").unwrap()).is_err());
 }
 
 #[tokio::test]
 async fn a_large_message_comes_in_parts_and_lets_others_through() {
     let text = "x".repeat(3 * LARGEST_FRAME);
-    let parts = frame::write(1, Kind::Answer, &text).unwrap();
-    let other = frame::write(2, Kind::Answer, &"short").unwrap();
+    let parts = frame::encode(1, FrameKind::Reply, &text).unwrap();
+    let other = frame::encode(2, FrameKind::Reply, &"short").unwrap();
     assert!(parts.len() > 3 && parts.iter().all(|part| part.len() <= LARGEST_FRAME + 13));
     let (first, rest) = parts.split_first().unwrap();
     let mixed = [first.clone(), other.concat(), rest.concat()].concat();
-    let mut assembly = Assembly::default();
+    let mut assembler = MessageAssembler::default();
     let mut whole = Vec::new();
     for frame in read_all(&mixed).await.unwrap() {
-        whole.extend(assembly.add(frame).unwrap());
+        whole.extend(assembler.add(frame).unwrap());
     }
     assert_eq!(
         whole
             .iter()
             .map(|frame| (frame.id, frame.kind))
             .collect::<Vec<_>>(),
-        [(2, Kind::Answer), (1, Kind::Answer)]
+        [(2, FrameKind::Reply), (1, FrameKind::Reply)]
     );
-    assert_eq!(frame::content::<String>(&whole[1].payload).unwrap(), text);
+    assert_eq!(frame::decode::<String>(&whole[1].payload).unwrap(), text);
 }
 
-// A front and a keeper.
+// A frontend and a daemon.
 
 /// Sessions that do as the code says, and remember what was done to them.
 struct Puppet {
     files: Mutex<HashMap<String, Vec<u8>>>,
-    population: watch::Sender<usize>,
+    session_count: watch::Sender<usize>,
     running: AtomicUsize,
     /// Lets `wait` go on.
     gate: Semaphore,
@@ -292,7 +356,7 @@ impl Puppet {
     fn new() -> Arc<Puppet> {
         Arc::new(Puppet {
             files: Mutex::default(),
-            population: watch::Sender::new(0),
+            session_count: watch::Sender::new(0),
             running: AtomicUsize::new(0),
             gate: Semaphore::new(0),
             cancelled: AtomicUsize::new(0),
@@ -560,7 +624,7 @@ impl Puppet {
                 Reply::UploadSize(self.file(op.path.as_str()).map(|bytes| bytes.len() as u64))
             }
             Op::GetLoad(_) => Reply::GetLoad(Load {
-                sessions: *self.population.borrow(),
+                sessions: *self.session_count.borrow(),
                 running: 0,
                 waiting: 0,
             }),
@@ -601,7 +665,7 @@ impl Puppet {
             }
             "refuse" => Err(Refused::ClosedWhileWaiting),
             "open" => {
-                self.population.send_modify(|count| *count += 1);
+                self.session_count.send_modify(|count| *count += 1);
                 Ok(finished("opened"))
             }
             "rules" => Ok(finished(&request.rules.map_or(
@@ -622,7 +686,7 @@ impl Puppet {
 }
 
 #[async_trait]
-impl Kept for Arc<Puppet> {
+impl SessionHost for Arc<Puppet> {
     fn residents(&self) -> Vec<Resident> {
         let running = self.running.load(Ordering::Relaxed) > 0;
         let resident = |number| Resident {
@@ -630,20 +694,20 @@ impl Kept for Arc<Puppet> {
             id: id(&format!("resident-{number}")),
             running,
         };
-        (0..*self.population.borrow()).map(resident).collect()
+        (0..*self.session_count.borrow()).map(resident).collect()
     }
 
     fn ledger(&self) -> Arc<Ledger> {
         self.ledger.clone()
     }
 
-    fn population(&self) -> watch::Receiver<usize> {
-        self.population.subscribe()
+    fn session_count(&self) -> watch::Receiver<usize> {
+        self.session_count.subscribe()
     }
 
     async fn shut_down(&self) {
         self.shut.fetch_add(1, Ordering::Relaxed);
-        self.population.send_replace(0);
+        self.session_count.send_replace(0);
     }
 }
 
@@ -653,12 +717,12 @@ const PART: UploadPart = UploadPart {
     overwrite: true,
 };
 
-/// A keeper in this process.
+/// A daemon in this process.
 struct Scene {
     folder: Arc<tempfile::TempDir>,
     puppet: Arc<Puppet>,
     signal: Option<oneshot::Sender<()>>,
-    keeping: JoinHandle<Ended>,
+    serving: JoinHandle<ExitReason>,
 }
 
 impl Scene {
@@ -667,17 +731,17 @@ impl Scene {
     }
 
     async fn in_folder(folder: Arc<tempfile::TempDir>) -> Scene {
-        let place = Place::new(folder.path(), &"test".parse().unwrap());
-        let turn = place.turn().await.unwrap();
-        let post = Post::new(place.bind(&turn).unwrap()).unwrap();
+        let path = SocketPath::new(folder.path(), &"test".parse().unwrap());
+        let lock = path.lock().await.unwrap();
+        let socket = DaemonSocket::new(path.bind(&lock).unwrap()).unwrap();
         let puppet = Puppet::new();
         let (signal, signalled) = oneshot::channel();
-        let terms = Terms {
+        let info = DaemonInfo {
             settings: "s".to_owned(),
             build: "test".to_owned(),
         };
-        let kept: Arc<dyn Kept> = Arc::new(puppet.clone());
-        let keeping = tokio::spawn(keep(post, kept, terms, async move {
+        let host: Arc<dyn SessionHost> = Arc::new(puppet.clone());
+        let serving = tokio::spawn(serve(socket, host, info, async move {
             match signalled.await {
                 Ok(()) => "SIGTERM",
                 Err(_) => std::future::pending().await,
@@ -687,36 +751,36 @@ impl Scene {
             folder,
             puppet,
             signal: Some(signal),
-            keeping,
+            serving,
         }
     }
 
-    fn settings(&self) -> KeeperSettings {
+    fn settings(&self) -> DaemonSettings {
         settings(self.folder.path())
     }
 
-    async fn client(&self) -> Client {
+    async fn client(&self) -> DaemonClient {
         attach(&self.settings()).await.unwrap()
     }
 
-    /// Ends the keeper as `kill -9` would: nobody is told, and the kernel closes what was open.
+    /// Ends the daemon as `kill -9` would: nobody is told, and the kernel closes what was open.
     async fn kill(self) -> Arc<tempfile::TempDir> {
-        self.keeping.abort();
-        assert!(self.keeping.await.is_err());
+        self.serving.abort();
+        assert!(self.serving.await.is_err());
         self.folder
     }
 
-    async fn ended(self) -> Ended {
-        tokio::time::timeout(Duration::from_secs(60), self.keeping)
+    async fn exit_reason(self) -> ExitReason {
+        tokio::time::timeout(Duration::from_secs(60), self.serving)
             .await
             .unwrap()
             .unwrap()
     }
 }
 
-/// A program that is no keeper: where one must be started, attaching fails.
-fn settings(folder: &std::path::Path) -> KeeperSettings {
-    KeeperSettings {
+/// A program that is no daemon: where one must be started, attaching fails.
+fn settings(folder: &std::path::Path) -> DaemonSettings {
+    DaemonSettings {
         runtime_dir: folder.to_owned(),
         name: "test".parse().unwrap(),
         program: "/bin/false".into(),
@@ -727,7 +791,7 @@ fn settings(folder: &std::path::Path) -> KeeperSettings {
     }
 }
 
-async fn execute(client: &Client, session: &str, code: &str) -> Result<Executed, Refused> {
+async fn execute(client: &DaemonClient, session: &str, code: &str) -> Result<Executed, Refused> {
     execute_with(
         client,
         session,
@@ -739,7 +803,7 @@ async fn execute(client: &Client, session: &str, code: &str) -> Result<Executed,
 }
 
 async fn execute_with(
-    client: &Client,
+    client: &DaemonClient,
     session: &str,
     code: &str,
     cancel: CancellationToken,
@@ -1142,7 +1206,7 @@ async fn a_call_that_nobody_waits_for_is_dropped_and_not_cancelled() {
 }
 
 #[tokio::test]
-async fn when_a_front_dies_its_calls_are_dropped_and_the_next_front_finds_everything() {
+async fn when_a_frontend_dies_its_calls_are_dropped_and_the_next_frontend_finds_everything() {
     let scene = Scene::new().await;
     let first = scene.client().await;
     execute(&first, "a", "open").await.unwrap();
@@ -1403,7 +1467,7 @@ async fn half_a_file_is_no_file() {
     reaches(&scene.puppet.begun, 2).await;
     upload.abort();
     reaches(&scene.puppet.dropped, 1).await;
-    assert_eq!(scene.puppet.file("f"), None, "a front that is gone");
+    assert_eq!(scene.puppet.file("f"), None, "a frontend that is gone");
 }
 
 #[tokio::test]
@@ -1450,7 +1514,7 @@ async fn a_slow_reader_slows_its_sender_and_nobody_else() {
 }
 
 #[tokio::test]
-async fn sessions_of_a_keeper_that_died_are_lost_by_name_until_they_are_reset() {
+async fn sessions_of_a_daemon_that_died_are_lost_by_name_until_they_are_reset() {
     let scene = Scene::new().await;
     let client = scene.client().await;
     execute(&client, "seen", "1").await.unwrap();
@@ -1528,11 +1592,11 @@ async fn sessions_of_a_keeper_that_died_are_lost_by_name_until_they_are_reset() 
 }
 
 #[tokio::test]
-async fn a_lost_connection_to_the_same_keeper_loses_no_session() {
+async fn a_lost_connection_to_the_same_daemon_loses_no_session() {
     let scene = Scene::new().await;
     let client = scene.client().await;
     execute(&client, "a", "open").await.unwrap();
-    client.leave();
+    client.disconnect();
     assert_eq!(
         note(execute(&client, "a", "still there").await.unwrap()),
         "still there"
@@ -1540,7 +1604,7 @@ async fn a_lost_connection_to_the_same_keeper_loses_no_session() {
 }
 
 #[tokio::test]
-async fn a_keeper_that_cannot_be_started_is_told_without_names_of_this_machine() {
+async fn a_daemon_that_cannot_be_started_is_told_without_names_of_this_machine() {
     let scene = Scene::new().await;
     let client = scene.client().await;
     execute(&client, "a", "1").await.unwrap();
@@ -1552,18 +1616,18 @@ async fn a_keeper_that_cannot_be_started_is_told_without_names_of_this_machine()
 }
 
 #[tokio::test]
-async fn a_program_that_is_no_keeper_is_told_at_once() {
+async fn a_program_that_is_no_daemon_is_told_at_once() {
     let folder = tempfile::tempdir().unwrap();
     assert!(matches!(
         attach(&settings(folder.path())).await,
-        Err(AttachError::EndedAtOnce)
+        Err(AttachError::ExitedAtOnce)
     ));
 }
 
 /// Answers one connection with `message`, whatever is asked.
-async fn impostor(folder: &std::path::Path, message: Option<FromKeeper>) -> JoinHandle<()> {
-    let place = Place::new(folder, &"test".parse().unwrap());
-    let listener = place.bind(&place.turn().await.unwrap()).unwrap();
+async fn impostor(folder: &std::path::Path, message: Option<FromDaemon>) -> JoinHandle<()> {
+    let path = SocketPath::new(folder, &"test".parse().unwrap());
+    let listener = path.bind(&path.lock().await.unwrap()).unwrap();
     listener.set_nonblocking(true).unwrap();
     let listener = tokio::net::UnixListener::from_std(listener).unwrap();
     tokio::spawn(async move {
@@ -1571,7 +1635,9 @@ async fn impostor(folder: &std::path::Path, message: Option<FromKeeper>) -> Join
         while let Ok((mut stream, _)) = listener.accept().await {
             if let Some(message) = &message {
                 let _ = frame::read(&mut stream).await;
-                let frames = frame::write(0, Kind::Message, message).unwrap().concat();
+                let frames = frame::encode(0, FrameKind::Message, message)
+                    .unwrap()
+                    .concat();
                 let _ = stream.write_all(&frames).await;
             }
             held.push(stream);
@@ -1580,37 +1646,37 @@ async fn impostor(folder: &std::path::Path, message: Option<FromKeeper>) -> Join
 }
 
 #[tokio::test]
-async fn a_keeper_of_another_protocol_is_refused_with_the_cure() {
+async fn a_daemon_of_another_protocol_is_refused_with_the_cure() {
     let folder = tempfile::tempdir().unwrap();
     let _impostor = impostor(
         folder.path(),
-        Some(FromKeeper::Welcome(welcome(PROTOCOL + 1))),
+        Some(FromDaemon::Welcome(welcome(PROTOCOL + 1))),
     )
     .await;
     let Err(refused) = attach(&settings(folder.path())).await else {
         panic!("it is refused")
     };
     assert!(
-        refused.to_string().contains("cellblock keeper stop test"),
+        refused.to_string().contains("cellblock daemon stop test"),
         "{refused}"
     );
 }
 
 #[tokio::test]
-async fn a_front_of_another_protocol_is_told_ours_and_nothing_else() {
+async fn a_frontend_of_another_protocol_is_told_ours_and_nothing_else() {
     let scene = Scene::new().await;
-    let _front = scene.client().await;
-    let place = Place::new(scene.folder.path(), &"test".parse().unwrap());
-    let mut stream = place.connect().await.unwrap().unwrap();
-    let hello = frame::write(
+    let _frontend = scene.client().await;
+    let path = SocketPath::new(scene.folder.path(), &"test".parse().unwrap());
+    let mut stream = path.connect().await.unwrap().unwrap();
+    let hello = frame::encode(
         0,
-        Kind::Message,
-        &FromFront::Hello(hello(PROTOCOL + 1, Purpose::Serve)),
+        FrameKind::Message,
+        &ToDaemon::Hello(hello(PROTOCOL + 1, HelloPurpose::Serve)),
     )
     .unwrap();
     stream.write_all(&hello.concat()).await.unwrap();
     let answer = frame::read(&mut stream).await.unwrap().unwrap();
-    let FromKeeper::Welcome(welcome) = frame::content(&answer.payload).unwrap() else {
+    let FromDaemon::Welcome(welcome) = frame::decode(&answer.payload).unwrap() else {
         panic!("it is a welcome")
     };
     assert_eq!((welcome.protocol, welcome.residents.len()), (PROTOCOL, 0));
@@ -1622,21 +1688,27 @@ async fn a_front_of_another_protocol_is_told_ours_and_nothing_else() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_keeper_that_says_nothing_is_not_waited_for() {
+async fn a_daemon_that_says_nothing_is_not_waited_for() {
     let folder = tempfile::tempdir().unwrap();
     let _impostor = impostor(folder.path(), None).await;
     let Err(refused) = attach(&settings(folder.path())).await else {
         panic!("it is refused")
     };
-    assert!(matches!(refused, AttachError::Silent { .. }), "{refused}");
+    assert!(
+        matches!(refused, AttachError::Unresponsive { .. }),
+        "{refused}"
+    );
 }
 
 #[tokio::test]
-async fn a_keeper_that_is_unfit_says_why() {
+async fn a_daemon_that_is_unfit_says_why() {
     let folder = tempfile::tempdir().unwrap();
-    let place = Place::new(folder.path(), &"test".parse().unwrap());
-    let post = Post::new(place.bind(&place.turn().await.unwrap()).unwrap()).unwrap();
-    tokio::spawn(super::apologise(post, "there is no uv".to_owned()));
+    let path = SocketPath::new(folder.path(), &"test".parse().unwrap());
+    let socket = DaemonSocket::new(path.bind(&path.lock().await.unwrap()).unwrap()).unwrap();
+    tokio::spawn(super::report_startup_failure(
+        socket,
+        "there is no uv".to_owned(),
+    ));
     let Err(refused) = attach(&settings(folder.path())).await else {
         panic!("it is refused")
     };
@@ -1644,11 +1716,11 @@ async fn a_keeper_that_is_unfit_says_why() {
 }
 
 #[tokio::test]
-async fn a_front_that_talks_nonsense_is_cut_off_and_others_go_on() {
+async fn a_frontend_that_talks_nonsense_is_cut_off_and_others_go_on() {
     let scene = Scene::new().await;
     let client = scene.client().await;
-    let place = Place::new(scene.folder.path(), &"test".parse().unwrap());
-    let mut stream = place.connect().await.unwrap().unwrap();
+    let path = SocketPath::new(scene.folder.path(), &"test".parse().unwrap());
+    let mut stream = path.connect().await.unwrap().unwrap();
     stream.write_all(&[255; 64]).await.unwrap();
     let mut rest = Vec::new();
     // Closed or reset: what it sent was not read to its end.
@@ -1658,89 +1730,92 @@ async fn a_front_that_talks_nonsense_is_cut_off_and_others_go_on() {
 }
 
 #[tokio::test]
-async fn an_operator_sees_and_stops_a_keeper() {
+async fn an_operator_sees_and_stops_a_daemon() {
     let scene = Scene::new().await;
     let (runtime, name) = (scene.folder.clone(), "test".parse().unwrap());
     let client = scene.client().await;
     execute(&client, "a", "open").await.unwrap();
     scene.puppet.running.store(1, Ordering::Relaxed);
-    let status = ask_status(runtime.path(), &name).await.unwrap().unwrap();
-    assert_eq!((status.sessions, status.running, status.fronts), (1, 1, 1));
-    let busy = ask_to_stop(runtime.path(), &name, false).await.unwrap();
-    assert_eq!(busy, Some(StopAnswer::Busy { running: 1 }));
+    let status = query_status(runtime.path(), &name).await.unwrap().unwrap();
+    assert_eq!(
+        (status.sessions, status.running, status.frontends),
+        (1, 1, 1)
+    );
+    let busy = request_stop(runtime.path(), &name, false).await.unwrap();
+    assert_eq!(busy, Some(StopReply::Busy { running: 1 }));
     assert_eq!(
         note(execute(&client, "a", "goes on").await.unwrap()),
         "goes on"
     );
     assert_eq!(
-        ask_to_stop(runtime.path(), &name, true).await.unwrap(),
-        Some(StopAnswer::Stopping)
+        request_stop(runtime.path(), &name, true).await.unwrap(),
+        Some(StopReply::Stopping)
     );
     assert_eq!(
         scene.puppet.shut.load(Ordering::Relaxed),
         1,
         "everything has ended when the operator is told"
     );
-    assert_eq!(scene.ended().await, Ended::Stopped);
-    assert_eq!(super::keepers_in(runtime.path()), [], "the socket is gone");
-    assert_eq!(ask_status(runtime.path(), &name).await.unwrap(), None);
+    assert_eq!(scene.exit_reason().await, ExitReason::Stopped);
+    assert_eq!(super::daemons_in(runtime.path()), [], "the socket is gone");
+    assert_eq!(query_status(runtime.path(), &name).await.unwrap(), None);
 }
 
 #[tokio::test]
-async fn a_keeper_ends_when_it_has_neither_a_front_nor_a_session() {
+async fn a_daemon_ends_when_it_has_neither_a_frontend_nor_a_session() {
     let scene = Scene::new().await;
     let client = scene.client().await;
     execute(&client, "a", "open").await.unwrap();
     drop(client);
-    // It stays for its session: another front finds it.
+    // It stays for its session: another frontend finds it.
     let client = scene.client().await;
     assert_eq!(note(execute(&client, "a", "1").await.unwrap()), "1");
-    scene.puppet.population.send_replace(0);
+    scene.puppet.session_count.send_replace(0);
     assert_eq!(
         note(execute(&client, "a", "1").await.unwrap()),
         "1",
-        "it stays for its front"
+        "it stays for its frontend"
     );
     drop(client);
-    assert_eq!(scene.ended().await, Ended::Unneeded);
+    assert_eq!(scene.exit_reason().await, ExitReason::Unused);
 }
 
 #[tokio::test]
-async fn a_keeper_waits_for_the_front_that_started_it_also_when_its_status_is_asked_first() {
+async fn a_daemon_waits_for_the_frontend_that_started_it_also_when_its_status_is_asked_first() {
     let scene = Scene::new().await;
     let (folder, name) = (scene.folder.clone(), "test".parse().unwrap());
     for _ in 0..3 {
         assert!(
-            ask_status(folder.path(), &name).await.unwrap().is_some(),
-            "it stays for its front"
+            query_status(folder.path(), &name).await.unwrap().is_some(),
+            "it stays for its frontend"
         );
     }
     let client = scene.client().await;
     assert_eq!(note(execute(&client, "a", "1").await.unwrap()), "1");
     drop(client);
-    assert_eq!(scene.ended().await, Ended::Unneeded);
+    assert_eq!(scene.exit_reason().await, ExitReason::Unused);
 }
 
 #[tokio::test]
-async fn a_keeper_sees_connections_that_wait() {
+async fn a_daemon_sees_pending_connections() {
     let folder = tempfile::tempdir().unwrap();
-    let place = Place::new(folder.path(), &"test".parse().unwrap());
-    let turn = place.turn().await.unwrap();
-    let post = Post::new(place.bind(&turn).unwrap()).unwrap();
-    assert!(post.waiting().is_none());
-    let _front = place.connect().await.unwrap().unwrap();
-    assert!(post.waiting().is_some());
-    assert!(post.waiting().is_none());
+    let path = SocketPath::new(folder.path(), &"test".parse().unwrap());
+    let lock = path.lock().await.unwrap();
+    let socket = DaemonSocket::new(path.bind(&lock).unwrap()).unwrap();
+    assert!(socket.pending().is_none());
+    let _frontend = path.connect().await.unwrap().unwrap();
+    assert!(socket.pending().is_some());
+    assert!(socket.pending().is_none());
 }
 
 #[tokio::test]
-async fn a_keeper_without_a_front_ends_with_its_last_session() {
+async fn a_daemon_without_a_frontend_ends_with_its_last_session() {
     let scene = Scene::new().await;
     let client = scene.client().await;
     execute(&client, "a", "open").await.unwrap();
     drop(client);
-    scene.puppet.population.send_replace(0);
-    assert_eq!(scene.ended().await, Ended::Unneeded);
+    scene.puppet.session_count.send_replace(0);
+    assert_eq!(scene.exit_reason().await, ExitReason::Unused);
 }
 
 #[tokio::test]
@@ -1750,9 +1825,9 @@ async fn a_signal_ends_everything_in_good_order() {
     execute(&client, "a", "open").await.unwrap();
     scene.signal.take().unwrap().send(()).unwrap();
     let (folder, puppet) = (scene.folder.clone(), scene.puppet.clone());
-    assert_eq!(scene.ended().await, Ended::Signal("SIGTERM"));
+    assert_eq!(scene.exit_reason().await, ExitReason::Signal("SIGTERM"));
     assert_eq!(puppet.shut.load(Ordering::Relaxed), 1);
-    assert_eq!(super::keepers_in(folder.path()), []);
+    assert_eq!(super::daemons_in(folder.path()), []);
 }
 
 #[tokio::test]
@@ -1767,7 +1842,7 @@ async fn only_the_owner_can_reach_the_socket_and_a_stale_one_is_replaced() {
     let folder = scene.kill().await;
     // What `kill -9` leaves: a socket that nobody listens to.
     std::os::unix::net::UnixListener::bind(folder.path().join("keeper/test.socket")).unwrap();
-    assert_eq!(super::keepers_in(folder.path()).len(), 1);
+    assert_eq!(super::daemons_in(folder.path()).len(), 1);
     let next = Scene::in_folder(folder).await;
     assert_eq!(
         note(execute(&next.client().await, "a", "1").await.unwrap()),
@@ -1782,18 +1857,18 @@ fn an_answer_that_is_too_large_becomes_a_refusal() {
         total: 0,
         kept_in_part: false,
     })));
-    let written = super::desk::written(1, &huge).concat();
-    let answer: Answer = frame::content(&written[13..]).unwrap();
+    let written = super::frontend_connection::encoded(1, &huge).concat();
+    let answer: ReplyResult = frame::decode(&written[13..]).unwrap();
     assert!(matches!(answer, Err(Refused::Transfer { .. })));
 }
 
 #[test]
-fn a_name_that_could_be_a_path_names_no_keeper() {
+fn a_name_that_could_be_a_path_is_refused() {
     for good in ["serve", "a-b_C9", &"x".repeat(32)] {
-        assert!(good.parse::<super::KeeperName>().is_ok(), "{good}");
+        assert!(good.parse::<super::DaemonName>().is_ok(), "{good}");
     }
     for bad in ["", ".", "..", "a/b", "a b", "ä", &"x".repeat(33)] {
-        assert!(bad.parse::<super::KeeperName>().is_err(), "{bad}");
+        assert!(bad.parse::<super::DaemonName>().is_err(), "{bad}");
     }
 }
 
@@ -1846,7 +1921,7 @@ fn ending(name: &str) -> ExecutionEnded {
 }
 
 /// Has a client record, and tells what it has recorded.
-fn recorded_by(client: &Client) -> watch::Receiver<Vec<(String, bool)>> {
+fn recorded_by(client: &DaemonClient) -> watch::Receiver<Vec<(String, bool)>> {
     let (sender, recorded) = watch::channel(Vec::new());
     let record = move |ended: &ExecutionEnded| {
         sender.send_modify(|all: &mut Vec<(String, bool)>| {
@@ -1858,7 +1933,7 @@ fn recorded_by(client: &Client) -> watch::Receiver<Vec<(String, bool)>> {
 }
 
 #[tokio::test]
-async fn executions_that_end_are_recorded_by_their_front_and_later_by_the_next_one() {
+async fn executions_that_end_are_recorded_by_their_frontend_and_later_by_the_next_one() {
     let scene = Scene::new().await;
     let client = scene.client().await;
     let mut recorded = recorded_by(&client);
@@ -1873,7 +1948,7 @@ async fn executions_that_end_are_recorded_by_their_front_and_later_by_the_next_o
     assert_eq!(note(execute(&client, "a", "hello").await.unwrap()), "hello");
     drop(client);
     let second = scene.client().await;
-    // The first front may still be leaving; either way the second has it in the end.
+    // The first frontend may still be leaving; either way the second has it in the end.
     ledger.enter(RecorderId(1), ending("two"));
     let mut recorded = recorded_by(&second);
     recorded
@@ -1935,34 +2010,34 @@ async fn a_question_about_a_session_that_does_not_exist_makes_none_known() {
     )); // control
 }
 
-/// A keeper that says welcome, and then does what the test does with its connection.
-async fn silent_keeper(folder: &std::path::Path) -> (Client, UnixStream) {
-    let place = Place::new(folder, &"test".parse().unwrap());
-    let turn = place.turn().await.unwrap();
-    let post = Post::new(place.bind(&turn).unwrap()).unwrap();
+/// A daemon that says welcome, and then does what the test does with its connection.
+async fn silent_daemon(folder: &std::path::Path) -> (DaemonClient, UnixStream) {
+    let path = SocketPath::new(folder, &"test".parse().unwrap());
+    let lock = path.lock().await.unwrap();
+    let socket = DaemonSocket::new(path.bind(&lock).unwrap()).unwrap();
     let settings = settings(folder);
     let attached = tokio::spawn(async move { attach(&settings).await.unwrap() });
-    let mut stream = post.accept().await.unwrap();
+    let mut stream = socket.accept().await.unwrap();
     frame::read(&mut stream).await.unwrap().unwrap();
     let welcome = Welcome {
         protocol: PROTOCOL,
         build: "test".to_owned(),
         settings: "s".to_owned(),
-        keeper: "silent".to_owned(),
+        instance: "silent".to_owned(),
         process: 1,
         residents: Vec::new(),
         unfit: None,
     };
-    for frame in frame::write(0, Kind::Message, &FromKeeper::Welcome(welcome)).unwrap() {
+    for frame in frame::encode(0, FrameKind::Message, &FromDaemon::Welcome(welcome)).unwrap() {
         stream.write_all(&frame).await.unwrap();
     }
     (attached.await.unwrap(), stream)
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_keeper_that_hangs_is_noticed_and_is_well_again_when_it_answers() {
+async fn a_daemon_that_hangs_is_noticed_and_is_well_again_when_it_answers() {
     let folder = tempfile::tempdir().unwrap();
-    let (client, mut stream) = silent_keeper(folder.path()).await;
+    let (client, mut stream) = silent_daemon(folder.path()).await;
     let started = tokio::time::Instant::now();
     let wait = Some(Duration::from_secs(1));
     let refused = client
@@ -1989,24 +2064,24 @@ async fn a_keeper_that_hangs_is_noticed_and_is_well_again_when_it_answers() {
         "a call is answered soon after it should have been"
     );
     assert_eq!(
-        client.trouble(),
+        client.problem(),
         None,
-        "the keeper is not given up after a few missed beats"
+        "the daemon is not given up after a few missed beats"
     );
     assert!(matches!(
         execute(&client, "a", "1").await,
         Err(Refused::Unresponsive { sent: true })
     ));
     assert!(started.elapsed() <= Duration::from_secs(15));
-    assert!(client.trouble().is_some());
+    assert!(client.problem().is_some());
     assert!(matches!(
         client.run(&owner(), ops::ListSessions {}).await,
         Err(Refused::Unresponsive { sent: false })
     ));
-    for frame in frame::write(0, Kind::Message, &FromKeeper::Beat).unwrap() {
+    for frame in frame::encode(0, FrameKind::Message, &FromDaemon::Heartbeat).unwrap() {
         stream.write_all(&frame).await.unwrap();
     }
-    while client.trouble().is_some() {
+    while client.problem().is_some() {
         tokio::task::yield_now().await;
     }
 }

@@ -1,15 +1,15 @@
-//! Frames on their way to the other side of a connection.
+//! Sends frames to the other side of a connection.
 //!
-//! A frame is written at once by whoever sends it, when nothing waits before it and the kernel has
-//! room. Otherwise it is queued for a task that writes what waits, in the order in which it was
-//! sent. So the usual call costs no switch to another task, and nobody blocks:
+//! The caller writes a frame directly if none is queued and the kernel has room. Otherwise the
+//! frame is queued for a task that writes queued frames in the order in which they were sent. So
+//! the usual call needs no switch to another task, and no caller blocks:
 //!
-//! 1. `waiting` knows which frames are queued or being written by the task, and changes only under
+//! 1. `waiting` has the frames that are queued or being written by the task, and changes only under
 //!    its lock.
-//! 2. Only where there are none a frame is written directly, under the same lock. So there is one
+//! 2. A frame is written directly only if there are none, and under the same lock. So there is one
 //!    writer at a time, and no frame overtakes another.
-//! 3. What the kernel did not take of a frame is queued under that lock, before any other frame can
-//!    be.
+//! 3. The part of a frame that the kernel did not accept is queued under that lock, before any
+//!    other frame.
 
 use std::collections::VecDeque;
 use std::io;
@@ -18,33 +18,33 @@ use std::sync::{Arc, Mutex, MutexGuard, Weak};
 use tokio::net::unix::OwnedWriteHalf;
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, TryAcquireError};
 
-use super::frame::Written;
+use super::frame::EncodedFrame;
 
-/// Frames that may wait. Whoever has more waits, and the other side is slow.
+/// Frames that may be queued. Beyond that senders wait, because the other side is slow.
 const MOST_FRAMES: usize = 64;
 /// Frames that are written in one go.
 const MOST_AT_ONCE: usize = 64;
 
-/// The way out. Copies share it.
+/// The sending side of a connection. Clones share it.
 #[derive(Clone)]
-pub(super) struct Outgoing {
+pub(super) struct FrameSender {
     socket: Arc<OwnedWriteHalf>,
-    /// Places for frames that wait.
+    /// Permits for queued frames.
     room: Arc<Semaphore>,
     waiting: Arc<Mutex<Waiting>>,
-    /// Something waits, or nobody can send any more.
-    news: Arc<Wake>,
+    /// Notifies the writer of a queued frame, and of the end of the last sender.
+    wake: Arc<Wake>,
 }
 
 #[derive(Default)]
 struct Waiting {
     queue: VecDeque<Queued>,
     /// Frames that the task is writing.
-    under_way: usize,
-    is_gone: bool,
+    in_progress: usize,
+    is_closed: bool,
 }
 
-/// Wakes the task when something waits, and when the last sender is gone.
+/// Wakes the task when a frame is queued, and when the last sender is dropped.
 #[derive(Default)]
 struct Wake(Arc<Notify>);
 
@@ -54,29 +54,29 @@ impl Drop for Wake {
     }
 }
 
-/// A place for a frame that waits. It is free again when the frame has been written.
-pub(super) type Place = OwnedSemaphorePermit;
+/// A permit to queue a frame. It is released when the frame has been written.
+pub(super) type QueuePermit = OwnedSemaphorePermit;
 
-/// A frame that waits, and its place, if it needed one.
+/// A queued frame, and its permit, if it needed one.
 struct Queued {
-    frame: Written,
-    _place: Option<Place>,
+    frame: EncodedFrame,
+    _permit: Option<QueuePermit>,
 }
 
 /// The connection has ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Gone;
+pub(super) struct ConnectionClosed;
 
 /// Why a frame was not sent at once.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum NotSent {
-    /// Too many frames wait; this one is given back.
-    Full(Written),
-    Gone,
+pub(super) enum TrySendError {
+    /// The queue is full; the frame is returned.
+    Full(EncodedFrame),
+    Closed,
 }
 
-/// Writes what is queued.
-pub(super) struct Writer {
+/// Writes queued frames.
+pub(super) struct FrameWriter {
     socket: Arc<OwnedWriteHalf>,
     room: Arc<Semaphore>,
     waiting: Arc<Mutex<Waiting>>,
@@ -84,98 +84,109 @@ pub(super) struct Writer {
     senders: Weak<Wake>,
 }
 
-/// Makes the way out of a connection, and what must run for it.
-pub(super) fn outgoing(socket: OwnedWriteHalf) -> (Outgoing, Writer) {
+/// Creates the sending side of a connection, and the writer that must run for it.
+pub(super) fn frame_sender(socket: OwnedWriteHalf) -> (FrameSender, FrameWriter) {
     let (socket, waiting) = (Arc::new(socket), Arc::<Mutex<Waiting>>::default());
-    let (room, news) = (
+    let (room, wake) = (
         Arc::new(Semaphore::new(MOST_FRAMES)),
         Arc::<Wake>::default(),
     );
-    let writer = Writer {
+    let writer = FrameWriter {
         socket: Arc::clone(&socket),
         room: room.clone(),
         waiting: Arc::clone(&waiting),
-        notify: Arc::clone(&news.0),
-        senders: Arc::downgrade(&news),
+        notify: Arc::clone(&wake.0),
+        senders: Arc::downgrade(&wake),
     };
     (
-        Outgoing {
+        FrameSender {
             socket,
             room,
             waiting,
-            news,
+            wake,
         },
         writer,
     )
 }
 
-impl Outgoing {
-    /// Sends a frame, and waits as long as too many wait already.
-    pub(super) async fn send(&self, frame: Written) -> Result<(), Gone> {
-        let place = self.room.clone().acquire_owned().await.map_err(|_| Gone)?;
-        self.put(frame, Some(place))
+impl FrameSender {
+    /// Sends a frame, and waits while the queue is full.
+    pub(super) async fn send(&self, frame: EncodedFrame) -> Result<(), ConnectionClosed> {
+        let permit = self
+            .room
+            .clone()
+            .acquire_owned()
+            .await
+            .map_err(|_| ConnectionClosed)?;
+        self.put(frame, Some(permit))
     }
 
-    /// Sends a frame unless too many wait already; then it is given back.
-    pub(super) fn try_send(&self, frame: Written) -> Result<(), NotSent> {
+    /// Sends a frame unless the queue is full; then the frame is returned.
+    pub(super) fn try_send(&self, frame: EncodedFrame) -> Result<(), TrySendError> {
         match self.room.clone().try_acquire_owned() {
-            Ok(place) => self.put(frame, Some(place)).map_err(|Gone| NotSent::Gone),
-            Err(TryAcquireError::NoPermits) => Err(NotSent::Full(frame)),
-            Err(TryAcquireError::Closed) => Err(NotSent::Gone),
+            Ok(permit) => self
+                .put(frame, Some(permit))
+                .map_err(|ConnectionClosed| TrySendError::Closed),
+            Err(TryAcquireError::NoPermits) => Err(TrySendError::Full(frame)),
+            Err(TryAcquireError::Closed) => Err(TrySendError::Closed),
         }
     }
 
-    /// Sends a frame however many wait, and never waits itself: frames that are pushed keep the
-    /// order of the calls. For what is bounded by other means: requests, of which each caller has
-    /// so many, and short messages.
-    pub(super) fn push(&self, frame: Written) -> Result<(), Gone> {
+    /// Sends a frame whatever the length of the queue, and never waits, so frames keep the order of
+    /// the calls. For frames that are bounded by other means: requests, whose number per caller is
+    /// limited, and short messages.
+    pub(super) fn push(&self, frame: EncodedFrame) -> Result<(), ConnectionClosed> {
         self.put(frame, None)
     }
 
-    /// The places, for whoever waits for one without an `await`. The frame goes through `put` then.
+    /// Returns the permits, for a caller that cannot `await` one. It passes its frame to `put`.
     pub(super) fn room(&self) -> Arc<Semaphore> {
         self.room.clone()
     }
 
-    pub(super) fn put(&self, mut frame: Written, place: Option<Place>) -> Result<(), Gone> {
+    pub(super) fn put(
+        &self,
+        mut frame: EncodedFrame,
+        permit: Option<QueuePermit>,
+    ) -> Result<(), ConnectionClosed> {
         let mut waiting = locked(&self.waiting);
-        if waiting.is_gone {
-            return Err(Gone);
+        if waiting.is_closed {
+            return Err(ConnectionClosed);
         }
-        if waiting.queue.is_empty() && waiting.under_way == 0 {
+        if waiting.queue.is_empty() && waiting.in_progress == 0 {
             match self.socket.try_write(&frame) {
                 Ok(size) if size == frame.len() => return Ok(()),
                 Ok(size) => drop(frame.drain(..size)),
-                // No room now, or none ever again; the writer finds out which.
+                // No room, or an error, which the writer will report.
                 Err(_) => {}
             }
         }
         waiting.queue.push_back(Queued {
             frame,
-            _place: place,
+            _permit: permit,
         });
         drop(waiting);
-        self.news.0.notify_one();
+        self.wake.0.notify_one();
         Ok(())
     }
 }
 
-impl Writer {
-    /// Writes until nobody can send any more or the other side is gone.
+impl FrameWriter {
+    /// Writes until the last sender is dropped or the connection fails.
     pub(super) async fn run(self) -> io::Result<()> {
         loop {
-            // Asked before the queue is looked at: what is sent after that wakes this task again.
+            // Read before the queue: a frame that is sent later wakes this task again.
             let can_end = self.senders.strong_count() == 0;
             let batch: Vec<Queued> = {
                 let mut waiting = locked(&self.waiting);
                 let size = waiting.queue.len().min(MOST_AT_ONCE);
-                waiting.under_way = size;
+                waiting.in_progress = size;
                 waiting.queue.drain(..size).collect()
             };
             for queued in &batch {
                 self.write(&queued.frame).await?;
             }
-            locked(&self.waiting).under_way = 0;
+            locked(&self.waiting).in_progress = 0;
             match (batch.is_empty(), can_end) {
                 (true, true) => return Ok(()),
                 (true, false) => self.notify.notified().await,
@@ -198,12 +209,12 @@ impl Writer {
     }
 }
 
-impl Drop for Writer {
+impl Drop for FrameWriter {
     fn drop(&mut self) {
-        // Whoever waits for a place must hear that there will be none.
+        // Senders that wait for a permit must fail.
         self.room.close();
         let mut waiting = locked(&self.waiting);
-        waiting.is_gone = true;
+        waiting.is_closed = true;
         waiting.queue.clear();
     }
 }
@@ -222,7 +233,7 @@ mod tests {
     use super::*;
 
     /// Frames of very different sizes, each of one letter.
-    fn frames() -> Vec<Written> {
+    fn frames() -> Vec<EncodedFrame> {
         (0..500)
             .map(|number| vec![b'a' + (number % 26) as u8; 1 + (number * 7_919) % 60_000])
             .collect()
@@ -232,11 +243,11 @@ mod tests {
     async fn frames_keep_their_order_and_are_whole_however_slow_the_reader_is() {
         let (ours, mut theirs) = UnixStream::pair().unwrap();
         let (_reader, writer) = ours.into_split();
-        let (outgoing, writer) = outgoing(writer);
+        let (frame_sender, writer) = frame_sender(writer);
         let writing = tokio::spawn(writer.run());
         let sending = tokio::spawn(async move {
             for frame in frames() {
-                outgoing.send(frame).await.unwrap();
+                frame_sender.send(frame).await.unwrap();
             }
         });
         let expected = frames().concat();
@@ -255,26 +266,29 @@ mod tests {
     async fn a_reader_that_does_not_read_stops_the_sender_within_bounds() {
         let (ours, theirs) = UnixStream::pair().unwrap();
         let (_reader, writer) = ours.into_split();
-        let (outgoing, writer) = outgoing(writer);
+        let (frame_sender, writer) = frame_sender(writer);
         let writing = tokio::spawn(writer.run());
         let frame = || vec![0; 100_000];
         let mut taken = 0;
-        while outgoing.try_send(frame()).is_ok() {
+        while frame_sender.try_send(frame()).is_ok() {
             taken += 1;
             tokio::task::yield_now().await;
-            assert!(taken < 1_000, "somebody keeps everything");
+            assert!(taken < 1_000, "the queue is not bounded");
         }
-        assert!(matches!(outgoing.try_send(frame()), Err(NotSent::Full(_))));
+        assert!(matches!(
+            frame_sender.try_send(frame()),
+            Err(TrySendError::Full(_))
+        ));
         assert_eq!(
-            outgoing.push(frame()),
+            frame_sender.push(frame()),
             Ok(()),
-            "what is pushed needs no place"
+            "what is pushed needs no permit"
         );
         drop(theirs);
         assert!(
             writing.await.unwrap().is_err(),
             "the writer notices the end"
         );
-        assert_eq!(outgoing.send(frame()).await, Err(Gone));
+        assert_eq!(frame_sender.send(frame()).await, Err(ConnectionClosed));
     }
 }

@@ -83,8 +83,8 @@ mod tests {
     use crate::auth::AuthChoice;
     use crate::config::Values;
     use crate::config::tests_support::{settings_below, settings_of};
-    use crate::config::{Undo, Variables};
-    use crate::keeper::different_settings;
+    use crate::config::{SandboxVariables, UndoSettings};
+    use crate::daemon::different_settings;
 
     /// Returns the settings that differ after a change.
     fn differs(change: &dyn Fn(&mut Settings)) -> Vec<String> {
@@ -106,7 +106,7 @@ mod tests {
         };
         assert_eq!(differs(&index), ["package_index"]);
         let variables = |value: &str| {
-            let mut variables = Variables::default();
+            let mut variables = SandboxVariables::default();
             variables.set("TOKEN".to_owned(), value.to_owned());
             variables
         };
@@ -120,7 +120,10 @@ mod tests {
         };
         let changed = differs(&|settings| settings.approvals.policy = approval::Policy::new(shell));
         assert_eq!(changed, ["approve_shell"]);
-        assert_eq!(differs(&|settings| settings.undo = Undo::Off)[0], "undo");
+        assert_eq!(
+            differs(&|settings| settings.undo = UndoSettings::Off)[0],
+            "undo"
+        );
     }
 
     /// Returns a value other than the default.
