@@ -9,8 +9,8 @@ use std::time::Duration;
 use cellblock::sandbox::Exit;
 use cellblock::sandbox::fake::FakeBackend;
 use cellblock::session::{
-    Asking, Checked, ExecuteRequest, Executed, FileNote, News, Outcome, Part, Principal, Refused,
-    SessionSettings, SessionState, Sessions, StateAfter, Status, Stream, Which,
+    Approver, ExecuteRequest, ExecutionRef, ExecutionReport, FileNote, Outcome, Part, Principal,
+    ProgressChannel, Refused, SessionSettings, SessionState, Sessions, StateAfter, Status, Stream,
 };
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
@@ -277,7 +277,7 @@ on_every_backend! {
             code: backend.code(&steps),
             timeout: PATIENCE,
             max_output_chars: 1000,
-            asking: Asking::Nobody,
+            asking: Approver::Nobody,
             rules: None,
             recorder: Default::default(),
         };
@@ -286,28 +286,30 @@ on_every_backend! {
         let (wait, cancel) = (Duration::from_millis(300), CancellationToken::new());
         let begun = backend
             .sessions
-            .begin(&owner, &id, request, Some(wait), cancel, News::default())
+            .begin(&owner, &id, request, Some(wait), cancel, ProgressChannel::default())
             .await
             .unwrap();
-        let Executed::Underway(mut underway) = begun else { panic!("{begun:?}") };
-        let which = Which::This(underway.handle.clone());
+        let ExecutionReport::Underway(mut underway) = begun else { panic!("{begun:?}") };
+        let which = ExecutionRef::Handle(underway.handle.clone());
         while underway.text.is_empty() {
             let checked = backend
                 .sessions
-                .check(&owner, &which, wait, 1000, News::default())
+                .check(&owner, &which, wait, 1000, ProgressChannel::default())
                 .await
                 .unwrap();
-            let Checked::Underway(later) = checked else { panic!("{checked:?}") };
+            let ExecutionReport::Underway(later) = checked else { panic!("{checked:?}") };
             underway = later;
         }
         assert_eq!((underway.text.as_str(), underway.ahead), ("one\n", 0));
         for told_before in [false, true] {
             let checked = backend
                 .sessions
-                .check(&owner, &which, PATIENCE, 1000, News::default())
+                .check(&owner, &which, PATIENCE, 1000, ProgressChannel::default())
                 .await
                 .unwrap();
-            let Checked::Finished { outcome, again, .. } = checked else { panic!("{checked:?}") };
+            let ExecutionReport::Finished { outcome, again, .. } = checked else {
+                panic!("{checked:?}")
+            };
             assert_eq!((native::printed(&outcome).as_str(), again), ("one\ntwo\n", told_before));
         }
     }
@@ -470,7 +472,7 @@ fn the_kernel_tells_what_a_session_uses() {
             code: burn.to_owned(),
             timeout: PATIENCE,
             max_output_chars: 1000,
-            asking: Asking::Nobody,
+            asking: Approver::Nobody,
             rules: None,
             recorder: Default::default(),
         };

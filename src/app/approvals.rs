@@ -19,14 +19,14 @@ use crate::session::{ApprovalSetup, Approvals};
 pub(super) const PORTS: [u16; 2] = [80, 443];
 
 /// The permanent grants, in the data folder.
-const BOOK: &str = "approvals.yaml";
+const STORE: &str = "approvals.yaml";
 /// The key shared by servers that share kept sessions, in the data folder.
 const KEY: &str = "approvals.key";
 
 /// Creates the initial approval state of sessions.
 pub(super) fn approvals(settings: &Settings) -> anyhow::Result<Approvals> {
     let setup = setup(settings);
-    if let Some(path) = &setup.book {
+    if let Some(path) = &setup.store {
         info!(path = %path.display(), "what people allow for good is written to this file");
     }
     Ok(setup.open()?)
@@ -39,11 +39,11 @@ pub(super) fn setup(settings: &Settings) -> ApprovalSetup {
         remember,
         timeout,
     } = &settings.approvals;
-    let book = remember.then(|| settings.data_dir.join(BOOK));
+    let store = remember.then(|| settings.data_dir.join(STORE));
     ApprovalSetup {
         policy: policy.clone(),
-        book,
-        patience: *timeout,
+        store,
+        timeout: *timeout,
     }
 }
 

@@ -20,12 +20,12 @@ use crate::audit::{
     Answer, Approval, Audit, Digest, Direction, Event, Execution, FileMoved, Kind, Outcome,
     Packages, QuotaRefused, SessionCreated, SessionEnded, ToolCall, UpstreamCall,
 };
-use crate::ops::{Host, Io, Op, Reply, Subject, Ticket};
+use crate::ops::{Host, Io, Op, OpSubject, Reply, Ticket};
 use crate::sandbox::Preparation;
 use crate::session::tools::{CallEnd, NotedCall, ToolReason};
 use crate::session::{
-    Decided, DecidedBy, Executed, ExecutionEnded, InsidePath, Principal, RecordEnding, Refused,
-    Ruling, SessionId, Status, Uploaded, Which,
+    DecideReport, DecidedBy, ExecutionEnded, ExecutionRef, ExecutionReport, InsidePath, Principal,
+    RecordEnding, Refused, Ruling, SessionId, Status, Uploaded,
 };
 use crate::telemetry::{self, Metrics};
 
@@ -303,8 +303,12 @@ impl CallRecord {
         let mut call = CallRecord {
             tool: tool_name(op),
             session: match op.subject() {
-                Subject::Session(id) | Subject::Execution(Which::Of(id)) => Some(id.clone()),
-                Subject::Execution(Which::This(_)) | Subject::Handle(_) | Subject::Other => None,
+                OpSubject::Session(id) | OpSubject::Execution(ExecutionRef::InSession(id)) => {
+                    Some(id.clone())
+                }
+                OpSubject::Execution(ExecutionRef::Handle(_))
+                | OpSubject::Handle(_)
+                | OpSubject::Other => None,
             },
             path: None,
             requirements: None,
@@ -400,14 +404,14 @@ impl AuditRecorder {
         let session = call.session.as_ref();
         match (done, session) {
             (Ok(reply), Some(id)) => self.replied(owner, id, call, reply),
-            (Ok(Reply::Decide(Decided { session, rulings })), None) => {
+            (Ok(Reply::Decide(DecideReport { session, rulings })), None) => {
                 let asked_by = call.asked_by.as_deref();
                 rulings
                     .iter()
                     .for_each(|ruling| self.ruled(owner, session, ruling, asked_by));
             }
             // Only an approval was requested.
-            (Err(Refused::Ask { .. }), _) => return,
+            (Err(Refused::ApprovalNeeded { .. }), _) => return,
             (Err(refused), Some(id)) => {
                 if let Refused::NotApproved { ruling, .. } = refused {
                     let by_person = matches!(ruling.by, DecidedBy::Person(_));
@@ -420,12 +424,12 @@ impl AuditRecorder {
             _ => {}
         }
         let outcome = match done {
-            Ok(Reply::Execute(Executed::Finished(outcome))) => match outcome.status {
+            Ok(Reply::Execute(ExecutionReport::Finished { outcome, .. })) => match outcome.status {
                 Status::Completed => Outcome::Succeeded,
                 Status::Cancelled { .. } => Outcome::Cancelled,
                 _ => Outcome::Failed,
             },
-            Ok(Reply::Execute(Executed::Underway(_))) => Outcome::Underway,
+            Ok(Reply::Execute(ExecutionReport::Underway(_))) => Outcome::Underway,
             Ok(_) => Outcome::Succeeded,
             Err(Refused::CancelledWhileWaiting) => Outcome::Cancelled,
             // It is unknown whether the operation was executed.

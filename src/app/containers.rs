@@ -10,7 +10,7 @@ use cellblock_jail::wire::Bind;
 use tokio::sync::watch;
 
 use super::network::EgressSetup;
-use super::packages::PackageInstaller;
+use super::packages::PackageService;
 use super::{StartMode, approvals, programs};
 use crate::config::{ContainerChoice, Settings};
 use crate::environment::supplies;
@@ -25,7 +25,7 @@ pub(super) fn backend(
     settings: &Settings,
     choice: &ContainerChoice,
     mode: StartMode,
-    packages: Option<&PackageInstaller>,
+    packages: Option<&PackageService>,
 ) -> anyhow::Result<Arc<dyn Backend>> {
     let preparation = watch::Sender::new(Preparation::Working {
         step: "preparing containers".to_owned(),
@@ -41,7 +41,7 @@ pub(super) fn backend(
         BTreeSet::new()
     };
     let index_ports = packages
-        .map(|_| PackageInstaller::usual_ports())
+        .map(|_| PackageService::usual_ports())
         .unwrap_or_default();
     let mut egress =
         EgressSetup::new(settings, asked_ports.union(&index_ports).copied().collect())?;

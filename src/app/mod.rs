@@ -44,7 +44,7 @@ pub use self::containers::OwnSupplies;
 use self::daemon::KeepByDefault;
 use self::network::EgressSetup;
 use self::output::{print, standard_output};
-use self::packages::PackageInstaller;
+use self::packages::PackageService;
 use self::upstream::UpstreamBroker;
 pub use self::upstream::WRAPPER_ARGUMENT;
 use crate::audit::Audit;
@@ -56,7 +56,7 @@ use crate::sandbox::native::{
     NativeBackend, NativeSettings, Programs, TestSwitches, WORK_FOLDER, WarmEnvironment,
 };
 use crate::sandbox::{Backend, Preparation};
-use crate::session::install::{Installer, Source};
+use crate::session::install::{PackageInstaller, PackageSource};
 use crate::session::servers::ServerSetup;
 use crate::session::tools::{Broker, Tools};
 use crate::session::{self, Principal, SessionSettings, Sessions, WorkFolder};
@@ -231,7 +231,7 @@ fn local_sessions(settings: &Settings, mode: StartMode) -> anyhow::Result<LocalS
     let packages = if mode == StartMode::OneShot || !can_install(settings) {
         None
     } else {
-        PackageInstaller::new(settings)?
+        PackageService::new(settings)?
     };
     let backend = backend(settings, mode, packages.clone())?;
     // Nor does it need other MCP servers.
@@ -250,7 +250,7 @@ fn local_sessions(settings: &Settings, mode: StartMode) -> anyhow::Result<LocalS
 /// The sessions of a command, and the services they use.
 struct LocalSessions {
     sessions: Sessions,
-    packages: Option<Arc<PackageInstaller>>,
+    packages: Option<Arc<PackageService>>,
     upstreams: Option<UpstreamBroker>,
 }
 
@@ -281,7 +281,7 @@ fn can_install(settings: &Settings) -> bool {
 fn backend(
     settings: &Settings,
     mode: StartMode,
-    packages: Option<Arc<PackageInstaller>>,
+    packages: Option<Arc<PackageService>>,
 ) -> anyhow::Result<Arc<dyn Backend>> {
     match &settings.backend {
         BackendChoice::Native => native_backend(settings, mode, packages),
@@ -294,7 +294,7 @@ fn backend(
 fn native_backend(
     settings: &Settings,
     mode: StartMode,
-    packages: Option<Arc<PackageInstaller>>,
+    packages: Option<Arc<PackageService>>,
 ) -> anyhow::Result<Arc<dyn Backend>> {
     let preparation = watch::Sender::new(Preparation::Working {
         step: "preparing Python".to_owned(),
@@ -303,7 +303,7 @@ fn native_backend(
     });
     let mut usual_ports = packages
         .as_ref()
-        .map(|_| PackageInstaller::usual_ports())
+        .map(|_| PackageService::usual_ports())
         .unwrap_or_default();
     if settings.approvals.policy.opens_domains() {
         usual_ports.extend(approvals::PORTS);
@@ -592,7 +592,7 @@ fn sessions(
     settings: &Settings,
     mode: StartMode,
     backend: Arc<dyn Backend>,
-    packages: Option<Arc<PackageInstaller>>,
+    packages: Option<Arc<PackageService>>,
     upstreams: Option<UpstreamBroker>,
 ) -> anyhow::Result<Sessions> {
     let undo = match (mode, settings.undo) {
@@ -620,7 +620,7 @@ fn sessions(
             max_running: settings.max_running,
             quotas: settings.quotas,
             memory_limit: Some(settings.limits.memory),
-            packages: Source(packages.map(|packages| packages as Arc<dyn Installer>)),
+            packages: PackageSource(packages.map(|packages| packages as Arc<dyn PackageInstaller>)),
             tools: Tools(upstreams.map(|upstreams| Arc::new(upstreams) as Arc<dyn Broker>)),
             grace: session::INTERRUPT_GRACE,
         },

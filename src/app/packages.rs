@@ -16,8 +16,8 @@ use tokio::sync::{OnceCell, watch};
 use crate::config::{BackendChoice, Settings};
 use crate::environment::{Environment, InstallerTools};
 use crate::packages::{
-    FileHosts, IndexSettings, InstallError, Installer, Limits, PACKAGES_INSIDE, Package,
-    Requirement, Step, Store, TreeName, Wish, Workshop, Workshops,
+    BuildSandbox, BuildSandboxes, FileHosts, IndexSettings, Installer, Limits, PACKAGES_INSIDE,
+    Package, PackageError, PackageRequest, Requirement, Step, Store, TreeName,
 };
 use crate::sandbox::Exit;
 use crate::session::install;
@@ -36,7 +36,7 @@ const USUAL_PORTS: [u16; 2] = [80, 443];
 const INDEX_MEMORY: &str = "indexes";
 
 /// Installs packages for the sessions of a server.
-pub(super) struct PackageInstaller {
+pub(super) struct PackageService {
     tools: InstallerTools,
     data_dir: PathBuf,
     store: Arc<Store>,
@@ -108,14 +108,14 @@ print(*(f'{name}=={version}' for name, version in found.items()), sep='\\n')
 /// Timeout for that listing, on a slow disk.
 const LISTING_TIMEOUT: Duration = Duration::from_secs(60);
 
-impl PackageInstaller {
+impl PackageService {
     /// Prepares installation, if the operator has enabled it and the machine supports it.
-    pub(super) fn new(settings: &Settings) -> anyhow::Result<Option<Arc<PackageInstaller>>> {
+    pub(super) fn new(settings: &Settings) -> anyhow::Result<Option<Arc<PackageService>>> {
         if !settings.packages.allowed {
             return Ok(None);
         }
         std::fs::create_dir_all(settings.data_dir.join("tools"))?;
-        Ok(Some(Arc::new(PackageInstaller {
+        Ok(Some(Arc::new(PackageService {
             tools: tools(settings)?,
             data_dir: settings.data_dir.clone(),
             store: Arc::new(Store::open(&store_folder(settings))?),
@@ -303,12 +303,12 @@ impl PackageInstaller {
     /// Queries a fresh container for the packages of sessions.
     async fn look_at_image(&self, sessions: &Sessions) -> Result<Facts, install::InstallError> {
         let look = async {
-            let mut workshop = HiddenSessions {
+            let mut sandbox = HiddenSessions {
                 sessions: sessions.clone(),
             }
             .open(&[])
             .await?;
-            workshop.run(LIST_PACKAGES, LISTING_TIMEOUT).await
+            sandbox.run(LIST_PACKAGES, LISTING_TIMEOUT).await
         };
         let listed = look
             .await
@@ -351,17 +351,19 @@ impl PackageInstaller {
                 .map_err(|error| install::InstallError::Refused(error.to_string()))?;
         self.release(sessions).await;
         let ready = self.installer(&facts).await?;
-        let wish = Wish {
+        let request = PackageRequest {
             requirements,
             upgrade: request.upgrade,
             present: self.present(&facts, &request.has),
         };
-        let workshops = HiddenSessions {
+        let build_sandboxes = HiddenSessions {
             sessions: sessions.clone(),
         };
         let installed = ready
             .installer
-            .install(&wish, &workshops, &|step: Step| tell(step.to_string()))
+            .install(&request, &build_sandboxes, &|step: Step| {
+                tell(step.to_string())
+            })
             .await;
         let installed = installed.map_err(|error| {
             self.doubt(&ready);
@@ -379,7 +381,7 @@ impl PackageInstaller {
     }
 }
 
-impl install::Installer for PackageInstaller {
+impl install::PackageInstaller for PackageService {
     fn install<'a>(
         &'a self,
         request: install::InstallRequest,
@@ -414,9 +416,9 @@ struct HiddenSessions {
 }
 
 #[async_trait]
-impl Workshops for HiddenSessions {
-    async fn open(&self, rules: &[String]) -> Result<Box<dyn Workshop>, InstallError> {
-        let rules = Rules::parse(rules).map_err(|error| InstallError::Workshop {
+impl BuildSandboxes for HiddenSessions {
+    async fn open(&self, rules: &[String]) -> Result<Box<dyn BuildSandbox>, PackageError> {
+        let rules = Rules::parse(rules).map_err(|error| PackageError::BuildSandbox {
             why: error.to_string(),
         })?;
         Ok(Box::new(HiddenSession(
@@ -427,24 +429,24 @@ impl Workshops for HiddenSessions {
 
 struct HiddenSession(Hidden);
 
-fn broken(refused: Refused) -> InstallError {
-    InstallError::Workshop {
+fn broken(refused: Refused) -> PackageError {
+    PackageError::BuildSandbox {
         why: refused.to_string(),
     }
 }
 
-fn path(name: &str) -> Result<InsidePath, InstallError> {
+fn path(name: &str) -> Result<InsidePath, PackageError> {
     name.parse()
-        .map_err(|_| InstallError::Unfitting("a file has a name that no file can have"))
+        .map_err(|_| PackageError::Unfitting("a file has a name that no file can have"))
 }
 
 #[async_trait]
-impl Workshop for HiddenSession {
+impl BuildSandbox for HiddenSession {
     fn uv(&self) -> String {
         format!("{TOOLS_INSIDE}/uv")
     }
 
-    async fn put(&mut self, name: &str, content: Vec<u8>) -> Result<(), InstallError> {
+    async fn put(&mut self, name: &str, content: Vec<u8>) -> Result<(), PackageError> {
         self.0
             .write(&path(name)?, &content)
             .await
@@ -452,7 +454,7 @@ impl Workshop for HiddenSession {
             .map_err(broken)
     }
 
-    async fn run(&mut self, code: &str, time: Duration) -> Result<String, InstallError> {
+    async fn run(&mut self, code: &str, time: Duration) -> Result<String, PackageError> {
         let outcome = self
             .0
             .execute(code, time, MOST_PRINTED)
@@ -471,20 +473,20 @@ impl Workshop for HiddenSession {
                     _ => None,
                 })
                 .collect()),
-            Status::TimedOut { limit, .. } => Err(InstallError::TimedOut { time: limit }),
-            Status::Raised(error) => Err(InstallError::Workshop {
+            Status::TimedOut { limit, .. } => Err(PackageError::TimedOut { time: limit }),
+            Status::Raised(error) => Err(PackageError::BuildSandbox {
                 why: format!("{}: {}", error.name, error.message),
             }),
             Status::Died {
                 exit: Exit::OutOfMemory { .. },
-            } => Err(InstallError::NoMemory),
-            other => Err(InstallError::Workshop {
+            } => Err(PackageError::NoMemory),
+            other => Err(PackageError::BuildSandbox {
                 why: format!("its Python ended ({})", other.name()),
             }),
         }
     }
 
-    async fn take(&mut self, name: &str, limit: u64) -> Result<File, InstallError> {
+    async fn take(&mut self, name: &str, limit: u64) -> Result<File, PackageError> {
         self.0
             .read(&path(name)?, limit)
             .await
@@ -492,7 +494,7 @@ impl Workshop for HiddenSession {
                 Refused::File {
                     reason: crate::runner_client::FileFailure::TooLarge,
                     ..
-                } => InstallError::TooLarge { limit },
+                } => PackageError::TooLarge { limit },
                 other => broken(other),
             })
     }

@@ -10,7 +10,7 @@ use super::cli::PackagesCommand;
 use super::packages::store_folder;
 use crate::config::Settings;
 use crate::config::quantity::format_size;
-use crate::packages::{Record, Sharing, Store, Tree, TreeName};
+use crate::packages::{Sharing, Store, Tree, TreeName, TreeRecord};
 
 /// Executes one command and returns its output.
 pub(super) fn execute(command: &PackagesCommand, settings: &Settings) -> anyhow::Result<String> {
@@ -136,7 +136,7 @@ fn list(store: &Store, settings: &Settings, is_json: bool) -> anyhow::Result<Str
 }
 
 fn as_json(store: &Store, tree: &Tree, in_use: &BTreeSet<TreeName>) -> Value {
-    let Record {
+    let TreeRecord {
         package,
         version,
         files,

@@ -19,7 +19,7 @@ use super::{StartMode, backend, progress, sessions};
 use crate::config::{Mount, Settings};
 use crate::sandbox::Exit;
 use crate::session::{
-    Asking, ExecuteRequest, FileNote, Image, InsidePath, Outcome, Part, Principal, Refused,
+    Approver, ExecuteRequest, FileNote, Image, InsidePath, Outcome, Part, Principal, Refused,
     SessionId, Sessions, StateAfter, Status, Stream,
 };
 
@@ -60,7 +60,7 @@ async fn carry_out(
         code,
         timeout: settings.timeout,
         max_output_chars: MOST_CHARS,
-        asking: Asking::Nobody,
+        asking: Approver::Nobody,
         rules: None,
         recorder: Default::default(),
     };

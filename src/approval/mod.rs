@@ -6,37 +6,37 @@
 //!   rules of one registered server    ┘                     deny (by this line)
 //!                                                           ask  (because of this line)
 //!                                                             │
-//!                       Memory, Book: was it granted before? ◀┘
+//!         SessionGrants, ApprovalStore: was it granted before? ◀┘
 //! ```
 //!
 //! A `Subject` is an action that is about to happen: a call of another server's tool, a shell
 //! command, an installation, a connection to a name. `Policy` decides about it by the first
-//! matching rule. `Memory` holds the grants for one session, `Book` the permanent ones. Both only
-//! turn *ask* into *allow*: no grant overrides a `deny`. A grant for a tool is bound to that tool's
-//! `Fingerprint`, and does not apply to another tool of its name. `shown` renders the text that the
-//! person reads, in which nothing is hidden.
+//! matching rule. `SessionGrants` holds the grants for one session, `ApprovalStore` the permanent
+//! ones. Both only turn *ask* into *allow*: no grant overrides a `deny`. A grant for a tool is
+//! bound to that tool's `Fingerprint`, and does not apply to another tool of its name. `shown`
+//! renders the text that the person reads, in which nothing is hidden.
 //!
-//! Everything except the file of the book is pure. This module does not depend on sessions, on MCP,
-//! or on how a person is asked.
+//! Everything except the file of the approval store is pure. This module does not depend on
+//! sessions, on MCP, or on how a person is asked.
 
-mod book;
 mod fingerprint;
-mod memory;
+mod grants;
 mod pattern;
 mod policy;
 mod rule;
 mod shown;
+mod store;
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-pub use book::{Book, BookError};
 pub use fingerprint::Fingerprint;
-pub use memory::{Memory, Scope};
+pub use grants::{PermissionScope, SessionGrants};
 pub use pattern::{BadPattern, Pattern};
 pub use policy::{Defaults, Policy};
-pub use rule::{BadRule, Rule, registered_rules, registration};
+pub use rule::{BadRule, PolicyRule, registered_rules, registration};
 pub use shown::{Rendering, digest, visible};
+pub use store::{ApprovalStore, ApprovalStoreError};
 
 /// An action that is about to happen.
 #[derive(Debug, Clone, PartialEq)]
@@ -153,7 +153,7 @@ impl Verdict {
 /// A person's decision.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Answer {
+pub enum ApprovalAnswer {
     Once,
     /// Also for everything else in this session that its `Scope` covers.
     Session,
@@ -162,21 +162,28 @@ pub enum Answer {
     Deny,
 }
 
-impl Answer {
-    pub const ALL: [Answer; 4] = [Answer::Once, Answer::Session, Answer::Always, Answer::Deny];
+impl ApprovalAnswer {
+    pub const ALL: [ApprovalAnswer; 4] = [
+        ApprovalAnswer::Once,
+        ApprovalAnswer::Session,
+        ApprovalAnswer::Always,
+        ApprovalAnswer::Deny,
+    ];
 
     /// Its name in forms and records.
     pub fn name(self) -> &'static str {
         match self {
-            Answer::Once => "once",
-            Answer::Session => "session",
-            Answer::Always => "always",
-            Answer::Deny => "deny",
+            ApprovalAnswer::Once => "once",
+            ApprovalAnswer::Session => "session",
+            ApprovalAnswer::Always => "always",
+            ApprovalAnswer::Deny => "deny",
         }
     }
 
-    pub fn from_name(name: &str) -> Option<Answer> {
-        Answer::ALL.into_iter().find(|answer| answer.name() == name)
+    pub fn from_name(name: &str) -> Option<ApprovalAnswer> {
+        ApprovalAnswer::ALL
+            .into_iter()
+            .find(|answer| answer.name() == name)
     }
 }
 
@@ -203,11 +210,11 @@ mod tests {
         for effect in Effect::ALL {
             assert_eq!(Effect::from_name(effect.name()), Some(effect));
         }
-        for answer in Answer::ALL {
-            assert_eq!(Answer::from_name(answer.name()), Some(answer));
+        for answer in ApprovalAnswer::ALL {
+            assert_eq!(ApprovalAnswer::from_name(answer.name()), Some(answer));
         }
         assert_eq!(
-            (Effect::from_name("Allow"), Answer::from_name("")),
+            (Effect::from_name("Allow"), ApprovalAnswer::from_name("")),
             (None, None)
         );
     }

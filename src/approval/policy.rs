@@ -2,14 +2,14 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::memory::package_of;
-use super::{Effect, Rule, Subject, Verdict};
+use super::grants::package_of;
+use super::{Effect, PolicyRule, Subject, Verdict};
 
 /// Decides about subjects.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Policy {
     /// Each with the place where it was written.
-    rules: Vec<(Rule, String)>,
+    rules: Vec<(PolicyRule, String)>,
     defaults: Defaults,
 }
 
@@ -46,7 +46,7 @@ impl Policy {
 
     /// Adds a rule after all others. `place` describes where it was written, and is shown to
     /// everyone.
-    pub fn add(&mut self, rule: Rule, place: &str) {
+    pub fn add(&mut self, rule: PolicyRule, place: &str) {
         self.rules.push((rule, place.to_owned()));
     }
 
@@ -78,20 +78,20 @@ impl Policy {
     /// Returns whether every command may run without an approval.
     pub fn shell_is_open(&self) -> bool {
         let is_about_commands =
-            |rule: &Rule| !matches!(rule.effect, Effect::Allow) && rule.is_about_commands();
+            |rule: &PolicyRule| !matches!(rule.effect, Effect::Allow) && rule.is_about_commands();
         self.defaults.shell == Effect::Allow
             && !self.rules.iter().any(|(rule, _)| is_about_commands(rule))
     }
 
     /// Returns whether some name that the network's rules do not list may be reachable.
     pub fn opens_domains(&self) -> bool {
-        let opens = |rule: &Rule| rule.is_about_domains() && rule.effect != Effect::Deny;
+        let opens = |rule: &PolicyRule| rule.is_about_domains() && rule.effect != Effect::Deny;
         self.defaults.domains != Effect::Deny || self.rules.iter().any(|(rule, _)| opens(rule))
     }
 
     /// Returns whether this name may be reachable at some port, at once or after an approval.
     pub fn may_open(&self, name: &str) -> bool {
-        let opens = |rule: &Rule| rule.fits_name(name) && rule.effect != Effect::Deny;
+        let opens = |rule: &PolicyRule| rule.fits_name(name) && rule.effect != Effect::Deny;
         // A rule for one port may deny before another one asks; the verdict on the connection is
         // authoritative.
         let denied = self
@@ -111,7 +111,7 @@ impl Policy {
         asked && !is_denied
     }
 
-    fn first(&self, fits: impl Fn(&Rule) -> bool, subject: &Subject) -> Verdict {
+    fn first(&self, fits: impl Fn(&PolicyRule) -> bool, subject: &Subject) -> Verdict {
         match self.rules.iter().find(|(rule, _)| fits(rule)) {
             Some((rule, place)) => Verdict::new(rule.effect, || format!("`{rule}` ({place})")),
             None => {
@@ -334,13 +334,13 @@ mod tests {
         ) {
             let (first, second) = (Effect::ALL[first], Effect::ALL[second]);
             let mut policy = Policy::default();
-            let scope = super::super::Scope::Tool {
+            let scope = super::super::PermissionScope::Tool {
                 server: server.clone(),
                 tool: name.clone(),
                 fingerprint: None,
             };
-            policy.add(Rule::exactly(first, &scope), "one");
-            policy.add(Rule::parse(&json!({second.name(): {"tool": "*"}})).unwrap(), "two");
+            policy.add(PolicyRule::exactly(first, &scope), "one");
+            policy.add(PolicyRule::parse(&json!({second.name(): {"tool": "*"}})).unwrap(), "two");
             prop_assert_eq!(policy.verdict(&tool(&server, &name)).effect(), first);
             let other = format!("{name}x");
             prop_assert_eq!(policy.verdict(&tool(&server, &other)).effect(), second);

@@ -25,7 +25,7 @@ const MOST_REGISTERED: usize = 100;
 
 /// An effect and the subjects it applies to.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Rule {
+pub struct PolicyRule {
     pub effect: Effect,
     about: About,
 }
@@ -87,42 +87,42 @@ pub enum BadRule {
     TooMany(usize),
 }
 
-impl Rule {
+impl PolicyRule {
     /// Parses a rule.
-    pub fn parse(written: &Value) -> Result<Rule, BadRule> {
+    pub fn parse(written: &Value) -> Result<PolicyRule, BadRule> {
         let (effect, about) = one_member(written).ok_or(BadRule::Form)?;
         let effect = Effect::from_name(effect).ok_or(BadRule::Form)?;
         let about = about
             .as_object()
             .filter(|about| !about.is_empty())
             .ok_or(BadRule::Form)?;
-        Ok(Rule {
+        Ok(PolicyRule {
             effect,
             about: About::parse(about)?,
         })
     }
 
     /// Returns a rule for one tool, one command line, one package or one domain, and nothing else.
-    pub(super) fn exactly(effect: Effect, scope: &super::Scope) -> Rule {
+    pub(super) fn exactly(effect: Effect, scope: &super::PermissionScope) -> PolicyRule {
         let about = match scope {
-            super::Scope::Tool { server, tool, .. } => About::Tools {
+            super::PermissionScope::Tool { server, tool, .. } => About::Tools {
                 server: Pattern::exactly(server),
                 tool: Pattern::exactly(tool),
                 arguments: Vec::new(),
             },
-            super::Scope::Command { command, kind } => About::Shell {
+            super::PermissionScope::Command { command, kind } => About::Shell {
                 command: Pattern::exactly(command),
                 kind: Some(Pattern::exactly(kind)),
             },
-            super::Scope::Package { name } => About::Packages {
+            super::PermissionScope::Package { name } => About::Packages {
                 name: Pattern::exactly(name),
             },
-            super::Scope::Domain { name, port } => About::Domains {
+            super::PermissionScope::Domain { name, port } => About::Domains {
                 name: Pattern::exactly(name),
                 port: Some(*port),
             },
         };
-        Rule { effect, about }
+        PolicyRule { effect, about }
     }
 
     /// Returns whether the rule matches a subject that is not an installation.
@@ -209,7 +209,7 @@ impl Rule {
 
     /// Returns the same rule for the tools of one server only. `None` when it is about something
     /// else.
-    fn of_server(self, name: &str) -> Option<Rule> {
+    fn of_server(self, name: &str) -> Option<PolicyRule> {
         match self.about {
             About::Tools {
                 server,
@@ -221,7 +221,7 @@ impl Rule {
                     tool,
                     arguments,
                 };
-                Some(Rule {
+                Some(PolicyRule {
                     effect: self.effect,
                     about,
                 })
@@ -232,7 +232,7 @@ impl Rule {
 }
 
 /// Parses the `approval` of a registered server: one word for all its tools, or rules for them.
-pub fn registered_rules(server: &str, written: &Value) -> Result<Vec<Rule>, BadRule> {
+pub fn registered_rules(server: &str, written: &Value) -> Result<Vec<PolicyRule>, BadRule> {
     let rules = match written {
         Value::String(word) => {
             let effect = Effect::from_name(word).ok_or(BadRule::Form)?;
@@ -241,12 +241,15 @@ pub fn registered_rules(server: &str, written: &Value) -> Result<Vec<Rule>, BadR
                 tool: Pattern::anything(),
                 arguments: Vec::new(),
             };
-            vec![Rule { effect, about }]
+            vec![PolicyRule { effect, about }]
         }
         Value::Array(rules) if rules.len() > MOST_REGISTERED => {
             return Err(BadRule::TooMany(rules.len()));
         }
-        Value::Array(rules) => rules.iter().map(Rule::parse).collect::<Result<_, _>>()?,
+        Value::Array(rules) => rules
+            .iter()
+            .map(PolicyRule::parse)
+            .collect::<Result<_, _>>()?,
         _ => return Err(BadRule::Form),
     };
     rules
@@ -364,7 +367,7 @@ fn in_lower_case(written: &Value) -> Value {
 fn as_one_name(written: &Value) -> Value {
     match written.as_str() {
         Some(text) if !text.contains([':', '/', '@', ' ']) => {
-            Value::String(super::memory::normal_name(text))
+            Value::String(super::grants::normal_name(text))
         }
         _ => written.clone(),
     }
@@ -393,7 +396,7 @@ fn port(written: &Value) -> Result<u16, BadRule> {
         .ok_or(BadRule::Port)
 }
 
-impl fmt::Display for Rule {
+impl fmt::Display for PolicyRule {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(formatter, "{}: {}", self.effect.name(), self.about)
     }
@@ -444,8 +447,8 @@ pub(super) mod tests {
 
     use super::*;
 
-    pub(in crate::approval) fn rule(yaml: &str) -> Rule {
-        Rule::parse(&serde_saphyr::from_str::<Value>(yaml).unwrap())
+    pub(in crate::approval) fn rule(yaml: &str) -> PolicyRule {
+        PolicyRule::parse(&serde_saphyr::from_str::<Value>(yaml).unwrap())
             .unwrap_or_else(|bad| panic!("{yaml}: {bad}"))
     }
 
@@ -531,8 +534,9 @@ pub(super) mod tests {
 
     #[test]
     fn what_is_no_rule_is_refused_with_its_reason() {
-        let bad =
-            |yaml: &str| Rule::parse(&serde_saphyr::from_str::<Value>(yaml).unwrap()).unwrap_err();
+        let bad = |yaml: &str| {
+            PolicyRule::parse(&serde_saphyr::from_str::<Value>(yaml).unwrap()).unwrap_err()
+        };
         for form in [
             "ask",
             "[]",
@@ -634,7 +638,7 @@ pub(super) mod tests {
         ]
     }
 
-    fn rules() -> impl Strategy<Value = Rule> {
+    fn rules() -> impl Strategy<Value = PolicyRule> {
         let pattern = || texts().prop_map(|text| Pattern::exactly(&text));
         let open = || {
             texts()
@@ -661,7 +665,7 @@ pub(super) mod tests {
             }),
         ];
         (proptest::sample::select(Effect::ALL.to_vec()), about)
-            .prop_map(|(effect, about)| Rule { effect, about })
+            .prop_map(|(effect, about)| PolicyRule { effect, about })
     }
 
     proptest! {
@@ -671,7 +675,7 @@ pub(super) mod tests {
             prop_assert!(!printed.contains('\n'));
             let read = serde_saphyr::from_str::<Value>(&printed);
             prop_assert!(read.is_ok(), "{}: {:?}", printed, read);
-            prop_assert_eq!(Rule::parse(&read.unwrap()), Ok(written));
+            prop_assert_eq!(PolicyRule::parse(&read.unwrap()), Ok(written));
         }
     }
 }

@@ -17,11 +17,11 @@ use super::known_sessions::KnownSessions;
 use super::message::{ReplyResult, Welcome};
 use super::start::{self, AttachError};
 use super::{DaemonSettings, socket::DaemonName};
-use crate::ops::{self, Body, Host, Io, Op, Reply, Subject, Ticket};
+use crate::ops::{self, Body, Host, Io, Op, OpSubject, Reply, Ticket};
 use crate::sandbox::{LaunchError, Preparation, Rules};
 use crate::session::{
-    Executed, Principal, RecordEnding, Refused, ResetReport, SessionId, SessionInfo, SessionState,
-    Which,
+    ExecutionRef, ExecutionReport, Principal, RecordEnding, Refused, ResetReport, SessionId,
+    SessionInfo, SessionState,
 };
 
 /// The first delay after a failure to start a daemon. Each further failure doubles it.
@@ -297,11 +297,13 @@ impl DaemonClient {
     /// Returns the session of an operation, as far as it is known here.
     fn session_of(&self, owner: &Principal, op: &Op) -> Option<SessionId> {
         match op.subject() {
-            Subject::Session(id) | Subject::Execution(Which::Of(id)) => Some(id.clone()),
-            Subject::Handle(handle) | Subject::Execution(Which::This(handle)) => {
+            OpSubject::Session(id) | OpSubject::Execution(ExecutionRef::InSession(id)) => {
+                Some(id.clone())
+            }
+            OpSubject::Handle(handle) | OpSubject::Execution(ExecutionRef::Handle(handle)) => {
                 self.shared.known_sessions().session_of(owner, handle)
             }
-            Subject::Other => None,
+            OpSubject::Other => None,
         }
     }
 
@@ -356,7 +358,7 @@ impl DaemonClient {
             (_, None) => {}
         }
         match reply {
-            Reply::Execute(Executed::Underway(underway)) => {
+            Reply::Execute(ExecutionReport::Underway(underway)) => {
                 known.add_execution(owner, &underway.handle, &underway.session);
             }
             Reply::Fork(report) => {

@@ -25,7 +25,7 @@ use super::file_stream::{self, CHUNK, EofPolicy, FilePart, FileReader, FileWrite
 use super::frame::{self, FrameKind, IpcError, IpcFrame, MessageAssembler};
 use super::frame_sender::{FrameSender, frame_sender};
 use super::message::{FromDaemon, ReplyResult, RequestRef, ToDaemon};
-use crate::ops::{News, Op};
+use crate::ops::{Op, ProgressChannel};
 use crate::sandbox::Preparation;
 use crate::session::{Principal, RecordEnding};
 
@@ -125,7 +125,7 @@ struct Waiting {
 /// Where messages about a waiting call are delivered.
 struct PendingCall {
     answer: oneshot::Sender<Vec<u8>>,
-    news: Option<News>,
+    news: Option<ProgressChannel>,
     chunks: Option<mpsc::Sender<FilePart>>,
     credit: Option<Arc<Semaphore>>,
 }
@@ -235,7 +235,7 @@ impl DaemonConnection {
         self: &Arc<DaemonConnection>,
         owner: &Principal,
         op: &Op,
-        news: News,
+        news: ProgressChannel,
     ) -> Result<SentCall, RpcError> {
         self.begin(owner, op, Some(news), None, None)
     }
@@ -306,7 +306,7 @@ impl DaemonConnection {
         self: &Arc<DaemonConnection>,
         owner: &Principal,
         op: &Op,
-        news: Option<News>,
+        news: Option<ProgressChannel>,
         chunks: Option<mpsc::Sender<FilePart>>,
         credit: Option<Arc<Semaphore>>,
     ) -> Result<SentCall, RpcError> {

@@ -19,7 +19,7 @@ use super::file_stream::{self, EofPolicy, FilePart, FileReader, FileWriter, WIND
 use super::frame::{self, EncodedFrame, FrameKind, IpcError, IpcFrame, MessageAssembler};
 use super::frame_sender::FrameSender;
 use super::message::{FromDaemon, ReplyResult, ToDaemon};
-use crate::ops::{Body, Io, News, Op, Ticket, Transfer};
+use crate::ops::{Body, Io, Op, ProgressChannel, Ticket, TransferDirection};
 use crate::session::{Attached, ExecutionEnded, Principal, RecorderId, Refused};
 
 /// Concurrent requests of one frontend, which has a few per client.
@@ -219,21 +219,21 @@ impl FrontendConnection {
             }
         }
         let body = match op.transfer() {
-            Some(Transfer::Into) => {
+            Some(TransferDirection::Into) => {
                 let give_back = frame::encode(number, FrameKind::Message, &FromDaemon::Credit(1))
                     .expect("a credit is short")
                     .remove(0);
                 let (frames, eof) = (self.frames.clone(), EofPolicy::Fails);
                 Body::Source(Box::new(FileReader::new(parts, give_back, frames, eof)))
             }
-            Some(Transfer::OutOf) => Body::Sink(Box::new(FileWriter::new(
+            Some(TransferDirection::OutOf) => Body::Sink(Box::new(FileWriter::new(
                 number,
                 credit,
                 self.frames.clone(),
             ))),
             None => Body::None,
         };
-        let progress = News::default();
+        let progress = ProgressChannel::default();
         let progressed = progress.subscribe();
         let io = Io {
             cancel,

@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::ops::{Op, Reply};
 use crate::sandbox::Preparation;
-use crate::session::{ExecutionEnded, Principal, Refused, Resident};
+use crate::session::{ExecutionEnded, Principal, Refused, SessionSummary};
 
 /// Counts changes that an older peer would not understand.
 pub const PROTOCOL: u32 = 8;
@@ -50,7 +50,7 @@ pub(super) struct Welcome {
     pub(super) process: u32,
     /// Empty if the protocols differ.
     #[serde(default)]
-    pub(super) residents: Vec<Resident>,
+    pub(super) residents: Vec<SessionSummary>,
     /// Why this daemon cannot serve sessions. It exits.
     #[serde(default)]
     pub(super) unfit: Option<String>,

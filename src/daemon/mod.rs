@@ -51,7 +51,7 @@ pub use socket::{
 pub use start::{AttachError, attach, different_settings, query_status, request_stop};
 
 use crate::ops::Host;
-use crate::session::{Ledger, Resident, Sessions};
+use crate::session::{Ledger, SessionSummary, Sessions};
 
 /// How a frontend finds its daemon or starts one.
 #[derive(Clone)]
@@ -85,7 +85,7 @@ impl fmt::Debug for DaemonSettings {
 #[async_trait]
 pub trait SessionHost: Host {
     /// Lists the sessions of all owners.
-    fn residents(&self) -> Vec<Resident>;
+    fn residents(&self) -> Vec<SessionSummary>;
 
     /// Executions that have ended and are not recorded yet.
     fn ledger(&self) -> Arc<Ledger>;
@@ -99,8 +99,8 @@ pub trait SessionHost: Host {
 
 #[async_trait]
 impl SessionHost for Sessions {
-    fn residents(&self) -> Vec<Resident> {
-        Sessions::residents(self)
+    fn residents(&self) -> Vec<SessionSummary> {
+        Sessions::summaries(self)
     }
 
     fn ledger(&self) -> Arc<Ledger> {
@@ -108,7 +108,7 @@ impl SessionHost for Sessions {
     }
 
     fn session_count(&self) -> watch::Receiver<usize> {
-        Sessions::population(self)
+        Sessions::session_count(self)
     }
 
     async fn shut_down(&self) {

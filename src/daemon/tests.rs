@@ -25,19 +25,19 @@ use super::serve::ExitReason;
 use super::socket::SocketPath;
 use super::start::{AttachError, query_status, request_stop};
 use super::{DaemonClient, DaemonInfo, DaemonSettings, DaemonSocket, SessionHost, attach, serve};
-use crate::approval::{Answer as PersonAnswer, Defaults, Effect, Policy, Rule};
+use crate::approval::{ApprovalAnswer as PersonAnswer, Defaults, Effect, Policy, PolicyRule};
 use crate::ops::{self, Host, HostExt, Io, Op, Reply, Ticket, golden};
 use crate::sandbox::{Preparation, Rules};
-use crate::session::install::{InstallReport, Leave};
+use crate::session::install::{InstallApproval, InstallReport};
 use crate::session::servers::{
     Registrar, ServerReport, ServerRequest, ServerSetup, ServerState, ServerTool, Trust,
 };
 use crate::session::{
-    ApprovalSetup, AskId, Checked, CheckpointInfo, Decided, DecidedBy, Decision, ExecuteRequest,
-    Executed, ExecutionEnded, ExecutionHandle, ExecutionId, FileList, FileNote, FileRange,
-    ForkNames, InsidePath, Ledger, LimitSetup, Load, News, Outcome, Output, Principal, Quotas,
-    RecorderId, Refused, ResetReport, Resident, Ruling, SessionId, SessionState, Slice,
-    Status as CellStatus, StatusKind, UploadPart, Uploaded, Which,
+    ApprovalId, ApprovalSetup, CheckpointInfo, DecideReport, DecidedBy, Decision, ExecuteRequest,
+    ExecutionEnded, ExecutionHandle, ExecutionId, ExecutionRef, ExecutionReport, FileList,
+    FileNote, FileRange, ForkNames, InsidePath, Ledger, LimitSetup, Load, Outcome, Output,
+    Principal, ProgressChannel, Quotas, RecorderId, Refused, ResetReport, Ruling, SessionId,
+    SessionState, SessionSummary, Slice, Status as CellStatus, StatusKind, UploadPart, Uploaded,
 };
 
 // Codec.
@@ -68,18 +68,18 @@ fn request(code: &str) -> ExecuteRequest {
         code: code.to_owned(),
         timeout: Duration::from_secs(9),
         max_output_chars: 100,
-        asking: crate::session::Asking::Person,
+        asking: crate::session::Approver::Person,
         rules: None,
         recorder: Default::default(),
     }
 }
 
 const DECISION: Decision = Decision {
-    id: AskId(5),
+    id: ApprovalId(5),
     answer: PersonAnswer::Session,
 };
-const LEAVE: Leave = Leave {
-    asking: crate::session::Asking::Person,
+const APPROVAL: InstallApproval = InstallApproval {
+    asking: crate::session::Approver::Person,
     answer: Some(DECISION),
 };
 
@@ -97,7 +97,7 @@ fn hello(protocol: u32, purpose: HelloPurpose) -> DaemonHello {
 }
 
 fn welcome(protocol: u32) -> Welcome {
-    let residents = vec![Resident {
+    let residents = vec![SessionSummary {
         owner: owner(),
         id: id("a"),
         running: true,
@@ -396,8 +396,8 @@ impl Drop for Watched<'_> {
     }
 }
 
-fn finished(note: &str) -> Executed {
-    Executed::Finished(Box::new(Outcome {
+fn finished(note: &str) -> ExecutionReport {
+    let outcome = Box::new(Outcome {
         execution: ExecutionId(1),
         status: CellStatus::Completed,
         output: Output::default(),
@@ -411,16 +411,21 @@ fn finished(note: &str) -> Executed {
         tool_calls: Default::default(),
         rulings: Vec::new(),
         blocked: Vec::new(),
-        notes: vec![note.to_owned()],
+        notes: vec![note.to_owned().into()],
         first_line: String::new(),
         others: Default::default(),
-    }))
+    });
+    ExecutionReport::Finished {
+        session: SessionId::default_session(),
+        outcome,
+        again: false,
+    }
 }
 
-fn note(executed: Executed) -> String {
+fn note(executed: ExecutionReport) -> String {
     match executed {
-        Executed::Finished(mut outcome) => outcome.notes.remove(0),
-        Executed::Underway(_) => panic!("it has finished"),
+        ExecutionReport::Finished { mut outcome, .. } => outcome.notes.remove(0).text,
+        unfinished => panic!("it has not finished: {unfinished:?}"),
     }
 }
 
@@ -439,13 +444,13 @@ fn approval_setup() -> ApprovalSetup {
         ..Defaults::default()
     });
     policy.add(
-        Rule::parse(&json!({"deny": {"server": "files", "tool": "a*\\*"}})).unwrap(),
+        PolicyRule::parse(&json!({"deny": {"server": "files", "tool": "a*\\*"}})).unwrap(),
         "line 3",
     );
     ApprovalSetup {
         policy,
-        book: Some("/data/approvals.yaml".into()),
-        patience: Duration::from_secs(7),
+        store: Some("/data/approvals.yaml".into()),
+        timeout: Duration::from_secs(7),
     }
 }
 
@@ -482,7 +487,7 @@ impl Puppet {
         };
         Ok(match op {
             Op::Execute(op) => Reply::Execute(self.execute(op.request, io).await?),
-            Op::Check(_) => Reply::Check(Checked::Nothing),
+            Op::Check(_) => Reply::Check(ExecutionReport::Nothing),
             Op::Decide(op) => {
                 let ruling = |decision: Decision| Ruling {
                     kind: "tool".to_owned(),
@@ -490,7 +495,7 @@ impl Puppet {
                     line: "line".to_owned(),
                     by: DecidedBy::Person(decision.answer),
                 };
-                Reply::Decide(Decided {
+                Reply::Decide(DecideReport {
                     session: id("a"),
                     rulings: op.decisions.into_iter().map(ruling).collect(),
                 })
@@ -521,7 +526,7 @@ impl Puppet {
                 });
             }
             Op::Install(op) => {
-                assert_eq!(op.leave, LEAVE);
+                assert_eq!(op.approval, APPROVAL);
                 Reply::Install(InstallReport {
                     text: op.requirements.join(" "),
                     loaded: Vec::new(),
@@ -645,7 +650,11 @@ impl Puppet {
         })
     }
 
-    async fn execute(&self, request: ExecuteRequest, io: Io<'_>) -> Result<Executed, Refused> {
+    async fn execute(
+        &self,
+        request: ExecuteRequest,
+        io: Io<'_>,
+    ) -> Result<ExecutionReport, Refused> {
         let mut watched = Watched(self, false);
         self.order.lock().unwrap().push(request.code.clone());
         self.begun.send_modify(|count| *count += 1);
@@ -687,9 +696,9 @@ impl Puppet {
 
 #[async_trait]
 impl SessionHost for Arc<Puppet> {
-    fn residents(&self) -> Vec<Resident> {
+    fn residents(&self) -> Vec<SessionSummary> {
         let running = self.running.load(Ordering::Relaxed) > 0;
-        let resident = |number| Resident {
+        let resident = |number| SessionSummary {
             owner: owner(),
             id: id(&format!("resident-{number}")),
             running,
@@ -791,13 +800,17 @@ fn settings(folder: &std::path::Path) -> DaemonSettings {
     }
 }
 
-async fn execute(client: &DaemonClient, session: &str, code: &str) -> Result<Executed, Refused> {
+async fn execute(
+    client: &DaemonClient,
+    session: &str,
+    code: &str,
+) -> Result<ExecutionReport, Refused> {
     execute_with(
         client,
         session,
         code,
         CancellationToken::new(),
-        News::default(),
+        ProgressChannel::default(),
     )
     .await
 }
@@ -807,8 +820,8 @@ async fn execute_with(
     session: &str,
     code: &str,
     cancel: CancellationToken,
-    news: News,
-) -> Result<Executed, Refused> {
+    news: ProgressChannel,
+) -> Result<ExecutionReport, Refused> {
     client
         .run_with(
             &owner(),
@@ -888,7 +901,7 @@ async fn every_kind_of_answer_comes_back() {
             },
             Io {
                 cancel: CancellationToken::new(),
-                progress: News::default(),
+                progress: ProgressChannel::default(),
                 ..Io::default()
             },
         )
@@ -915,11 +928,11 @@ async fn every_kind_of_answer_comes_back() {
             ops::Install {
                 session: session.clone(),
                 requirements,
-                leave: LEAVE,
+                approval: APPROVAL,
             },
             Io {
                 cancel: CancellationToken::new(),
-                progress: News::default(),
+                progress: ProgressChannel::default(),
                 ..Io::default()
             },
         )
@@ -1019,7 +1032,7 @@ async fn every_kind_of_answer_comes_back() {
             .is_err()
     ); // control
     let other = ApprovalSetup {
-        book: None,
+        store: None,
         ..approval_setup()
     };
     assert!(matches!(
@@ -1141,13 +1154,13 @@ async fn every_kind_of_answer_comes_back() {
         .run(
             &owner,
             ops::Check {
-                execution: Which::Of(session),
+                execution: ExecutionRef::InSession(session),
                 wait: Duration::ZERO,
                 max_chars: 1,
             },
         )
         .await;
-    assert!(matches!(check, Ok(Checked::Nothing)));
+    assert!(matches!(check, Ok(ExecutionReport::Nothing)));
 }
 
 #[tokio::test]
@@ -1175,7 +1188,7 @@ async fn many_calls_run_at_once_and_a_slow_one_holds_nobody_up() {
 async fn a_cancelled_call_is_interrupted_and_its_news_are_heard() {
     let scene = Scene::new().await;
     let client = scene.client().await;
-    let (cancel, news) = (CancellationToken::new(), News::default());
+    let (cancel, news) = (CancellationToken::new(), ProgressChannel::default());
     let mut heard = news.subscribe();
     let call = tokio::spawn({
         let (client, cancel) = (client.clone(), cancel.clone());
@@ -1582,7 +1595,7 @@ async fn sessions_of_a_daemon_that_died_are_lost_by_name_until_they_are_reset() 
             },
             Io {
                 cancel: CancellationToken::new(),
-                progress: News::default(),
+                progress: ProgressChannel::default(),
                 ..Io::default()
             },
         )
@@ -2050,7 +2063,7 @@ async fn a_daemon_that_hangs_is_noticed_and_is_well_again_when_it_answers() {
             },
             Io {
                 cancel: CancellationToken::new(),
-                progress: News::default(),
+                progress: ProgressChannel::default(),
                 ..Io::default()
             },
         )

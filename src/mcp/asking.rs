@@ -32,8 +32,10 @@ use serde_json::{Value, json};
 use sha2::{Digest as _, Sha256};
 use zeroize::Zeroizing;
 
-use crate::approval::Answer;
-use crate::session::{AskId, Asked, Asking, Decision, ExecutionHandle, Principal, SessionId};
+use crate::approval::ApprovalAnswer;
+use crate::session::{
+    ApprovalId, ApprovalRequest, Approver, Decision, ExecutionHandle, Principal, SessionId,
+};
 
 /// The field that answers for all questions of a form.
 const DECISION: &str = "decision";
@@ -66,17 +68,17 @@ impl ElicitationMode {
     }
 
     /// Whether a person can be asked while the call waits, for tools that have one answer only.
-    pub(super) fn asking_meanwhile(self) -> Asking {
+    pub(super) fn asking_meanwhile(self) -> Approver {
         match self {
-            ElicitationMode::Elicitation => Asking::Person,
-            ElicitationMode::InputRequired | ElicitationMode::Nobody => Asking::Nobody,
+            ElicitationMode::Elicitation => Approver::Person,
+            ElicitationMode::InputRequired | ElicitationMode::Nobody => Approver::Nobody,
         }
     }
 
-    pub(super) fn asking(self) -> Asking {
+    pub(super) fn asking(self) -> Approver {
         match self {
-            ElicitationMode::Elicitation | ElicitationMode::InputRequired => Asking::Person,
-            ElicitationMode::Nobody => Asking::Nobody,
+            ElicitationMode::Elicitation | ElicitationMode::InputRequired => Approver::Person,
+            ElicitationMode::Nobody => Approver::Nobody,
         }
     }
 }
@@ -87,12 +89,12 @@ pub(super) enum Resumption {
     Execution {
         handle: ExecutionHandle,
         session: SessionId,
-        asks: Vec<AskId>,
+        asks: Vec<ApprovalId>,
     },
     Install {
         session: SessionId,
         requirements: Vec<String>,
-        ask: AskId,
+        ask: ApprovalId,
     },
 }
 
@@ -104,7 +106,7 @@ impl Resumption {
     }
 
     /// Questions that were shown.
-    pub(super) fn asks(&self) -> Vec<AskId> {
+    pub(super) fn asks(&self) -> Vec<ApprovalId> {
         match self {
             Resumption::Execution { asks, .. } => asks.clone(),
             Resumption::Install { ask, .. } => vec![*ask],
@@ -197,13 +199,13 @@ impl Seals {
     pub(super) fn input_required(
         &self,
         resumption: &Resumption,
-        asked: &[Asked],
+        asked: &[ApprovalRequest],
         binding: &Binding,
         session: &SessionId,
     ) -> CallToolResponse {
         let life = asked
             .iter()
-            .map(|asked| asked.patience)
+            .map(|asked| asked.timeout)
             .max()
             .unwrap_or_default();
         let state = self.seal(resumption, binding, life);
@@ -214,23 +216,23 @@ impl Seals {
 }
 
 /// The form under its key, for answers that come back by key.
-pub(super) fn input_requests(session: &SessionId, asked: &[Asked]) -> InputRequests {
+pub(super) fn input_requests(session: &SessionId, asked: &[ApprovalRequest]) -> InputRequests {
     let ids = asked.iter().map(|asked| asked.id).collect::<Vec<_>>();
     let request = ElicitRequest::new(form(session, asked, Titles::OneOf));
     BTreeMap::from([(key_of(&ids), InputRequest::Elicitation(request))])
 }
 
-fn key_of(ids: &[AskId]) -> String {
+fn key_of(ids: &[ApprovalId]) -> String {
     let ids = ids
         .iter()
-        .map(|AskId(number)| number.to_string())
+        .map(|ApprovalId(number)| number.to_string())
         .collect::<Vec<_>>();
     format!("{FORM}{}", ids.join("."))
 }
 
 /// Finds the answer to the form that showed these questions. `None` when it has not come.
 pub(super) fn decisions_for(
-    ids: &[AskId],
+    ids: &[ApprovalId],
     responses: Option<&InputResponses>,
 ) -> Option<Vec<Decision>> {
     let response = responses?.get(&key_of(ids))?;
@@ -246,7 +248,7 @@ pub(super) fn all_decisions(responses: &InputResponses) -> Vec<Decision> {
         let ids = key
             .strip_prefix(FORM)?
             .split('.')
-            .map(|id| id.parse().map(AskId).ok())
+            .map(|id| id.parse().map(ApprovalId).ok())
             .collect::<Option<Vec<_>>>()?;
         Some(decisions(
             &ids,
@@ -276,7 +278,11 @@ impl Titles {
 }
 
 /// Makes the form for some questions.
-pub(super) fn form(session: &SessionId, asked: &[Asked], titles: Titles) -> ElicitRequestParams {
+pub(super) fn form(
+    session: &SessionId,
+    asked: &[ApprovalRequest],
+    titles: Titles,
+) -> ElicitRequestParams {
     ElicitRequestParams::FormElicitationParams {
         meta: None,
         message: message(session, asked),
@@ -284,7 +290,7 @@ pub(super) fn form(session: &SessionId, asked: &[Asked], titles: Titles) -> Elic
     }
 }
 
-fn message(session: &SessionId, asked: &[Asked]) -> String {
+fn message(session: &SessionId, asked: &[ApprovalRequest]) -> String {
     let mut text = match asked.len() {
         1 => format!(
             "Code in the session `{session}` wants to do this, and needs your permission:\n"
@@ -314,7 +320,7 @@ fn message(session: &SessionId, asked: &[Asked]) -> String {
     text
 }
 
-fn schema(asked: &[Asked], titles: Titles) -> ElicitationSchema {
+fn schema(asked: &[ApprovalRequest], titles: Titles) -> ElicitationSchema {
     let can_last = asked.iter().all(|asked| asked.can_last);
     let choices = choices(can_last);
     let question = if asked.len() == 1 {
@@ -344,19 +350,19 @@ fn field_of(number: usize, count: usize) -> String {
     format!("request_{number:0width$}")
 }
 
-fn choices(can_last: bool) -> Vec<(Answer, &'static str)> {
+fn choices(can_last: bool) -> Vec<(ApprovalAnswer, &'static str)> {
     let all = [
-        (Answer::Once, "Allow once"),
-        (Answer::Session, "Allow for this session"),
-        (Answer::Always, "Always allow"),
-        (Answer::Deny, "Deny"),
+        (ApprovalAnswer::Once, "Allow once"),
+        (ApprovalAnswer::Session, "Allow for this session"),
+        (ApprovalAnswer::Always, "Always allow"),
+        (ApprovalAnswer::Deny, "Deny"),
     ];
     all.into_iter()
-        .filter(|(answer, _)| can_last || *answer != Answer::Always)
+        .filter(|(answer, _)| can_last || *answer != ApprovalAnswer::Always)
         .collect()
 }
 
-fn choice(title: &str, choices: &[(Answer, &'static str)], titles: Titles) -> Value {
+fn choice(title: &str, choices: &[(ApprovalAnswer, &'static str)], titles: Titles) -> Value {
     match titles {
         Titles::OneOf => {
             let one_of = choices
@@ -375,7 +381,7 @@ fn choice(title: &str, choices: &[(Answer, &'static str)], titles: Titles) -> Va
 }
 
 /// Reads what a person has answered to a form that showed these questions.
-pub(super) fn decisions(ids: &[AskId], result: Option<&ElicitResult>) -> Vec<Decision> {
+pub(super) fn decisions(ids: &[ApprovalId], result: Option<&ElicitResult>) -> Vec<Decision> {
     let accepted = result.filter(|result| result.action == ElicitationAction::Accept);
     let content = accepted
         .and_then(|result| result.content.as_ref())
@@ -386,13 +392,13 @@ pub(super) fn decisions(ids: &[AskId], result: Option<&ElicitResult>) -> Vec<Dec
         Some(Value::String(word)) if word.is_empty() => None,
         Some(word) => Some(
             word.as_str()
-                .and_then(Answer::from_name)
-                .unwrap_or(Answer::Deny),
+                .and_then(ApprovalAnswer::from_name)
+                .unwrap_or(ApprovalAnswer::Deny),
         ),
     };
-    let all = answer(DECISION).unwrap_or(Answer::Deny);
+    let all = answer(DECISION).unwrap_or(ApprovalAnswer::Deny);
     let several = ids.len() > 1;
-    let decision = |(number, id): (usize, &AskId)| {
+    let decision = |(number, id): (usize, &ApprovalId)| {
         let own = several
             .then(|| answer(&field_of(number, ids.len())))
             .flatten();
@@ -408,15 +414,15 @@ pub(super) fn decisions(ids: &[AskId], result: Option<&ElicitResult>) -> Vec<Dec
 mod tests {
     use super::*;
 
-    fn asked(number: u64, text: &str) -> Asked {
-        Asked {
-            id: AskId(number),
+    fn asked(number: u64, text: &str) -> ApprovalRequest {
+        ApprovalRequest {
+            id: ApprovalId(number),
             kind: "tool".to_owned(),
             text: text.to_owned(),
             covers: "every call of it".to_owned(),
             line: "`approve_tools: ask`".to_owned(),
             can_last: false,
-            patience: Duration::from_secs(600),
+            timeout: Duration::from_secs(600),
         }
     }
 
@@ -424,8 +430,8 @@ mod tests {
         ElicitResult::new(ElicitationAction::Accept).with_content(content)
     }
 
-    fn answers(count: u64, result: Option<&ElicitResult>) -> Vec<Answer> {
-        let ids = (1..=count).map(AskId).collect::<Vec<_>>();
+    fn answers(count: u64, result: Option<&ElicitResult>) -> Vec<ApprovalAnswer> {
+        let ids = (1..=count).map(ApprovalId).collect::<Vec<_>>();
         decisions(&ids, result)
             .into_iter()
             .map(|decision| decision.answer)
@@ -478,11 +484,11 @@ mod tests {
 
     #[test]
     fn always_is_offered_when_every_question_can_last() {
-        let lasting = Asked {
+        let lasting = ApprovalRequest {
             can_last: true,
             ..asked(1, "x")
         };
-        let offers = |asked: &[Asked]| {
+        let offers = |asked: &[ApprovalRequest]| {
             let shown =
                 serde_json::to_string(&form(&SessionId::default_session(), asked, Titles::OneOf))
                     .unwrap();
@@ -496,7 +502,7 @@ mod tests {
     fn only_a_clear_yes_is_one() {
         assert_eq!(
             answers(1, Some(&accept(json!({"decision": "once"})))),
-            [Answer::Once],
+            [ApprovalAnswer::Once],
             "the control"
         );
         for odd in [
@@ -510,9 +516,12 @@ mod tests {
             ElicitResult::new(ElicitationAction::Decline).with_content(json!({"decision": "once"})),
             ElicitResult::new(ElicitationAction::Cancel).with_content(json!({"decision": "once"})),
         ] {
-            assert_eq!(answers(1, Some(&odd)), [Answer::Deny], "{odd:?}");
+            assert_eq!(answers(1, Some(&odd)), [ApprovalAnswer::Deny], "{odd:?}");
         }
-        assert_eq!(answers(2, None), [Answer::Deny, Answer::Deny]);
+        assert_eq!(
+            answers(2, None),
+            [ApprovalAnswer::Deny, ApprovalAnswer::Deny]
+        );
     }
 
     #[test]
@@ -522,13 +531,18 @@ mod tests {
         );
         assert_eq!(
             answers(4, Some(&result)),
-            [Answer::Session, Answer::Deny, Answer::Session, Answer::Deny]
+            [
+                ApprovalAnswer::Session,
+                ApprovalAnswer::Deny,
+                ApprovalAnswer::Session,
+                ApprovalAnswer::Deny
+            ]
         );
         let many = accept(json!({"decision": "deny", "request_02": "once"}));
         assert_eq!(
             answers(12, Some(&many))
                 .iter()
-                .filter(|answer| **answer == Answer::Once)
+                .filter(|answer| **answer == ApprovalAnswer::Once)
                 .count(),
             1
         );
@@ -540,11 +554,11 @@ mod tests {
         let requests = input_requests(&SessionId::default_session(), &both);
         let key = requests.keys().next().unwrap().clone();
         let yes = json!({"action": "accept", "content": {"decision": "once"}});
-        let ids = [AskId(7), AskId(9)];
+        let ids = [ApprovalId(7), ApprovalId(9)];
         let responses = BTreeMap::from([(key, yes.clone())]);
         let expected = ids.map(|id| Decision {
             id,
-            answer: Answer::Once,
+            answer: ApprovalAnswer::Once,
         });
         assert_eq!(decisions_for(&ids, Some(&responses)).unwrap(), expected);
         assert_eq!(all_decisions(&responses), expected);
@@ -578,7 +592,7 @@ mod tests {
         let resumption = Resumption::Install {
             session: SessionId::default_session(),
             requirements: vec![],
-            ask: AskId(5),
+            ask: ApprovalId(5),
         };
         let ours = binding("ann", "install_package", "x");
         let state = seals.seal(&resumption, &ours, Duration::from_secs(60));

@@ -22,7 +22,8 @@ use super::resuming::ReplyMode;
 use super::{Front, Server, Shared, render};
 use crate::ops::{self, HostExt, Io};
 use crate::session::{
-    Checked, ExecuteRequest, Executed, News, Outcome, Principal, Refused, SessionId, Which,
+    ExecuteRequest, ExecutionRef, ExecutionReport, Outcome, Principal, ProgressChannel, Refused,
+    SessionId,
 };
 
 /// Calls of one owner carried out at once. Each may hold an output in memory; a client with more
@@ -86,11 +87,11 @@ impl Server {
         request: ExecuteRequest,
         wait: Option<Duration>,
         context: &RequestContext<RoleServer>,
-    ) -> Result<Executed, Refused> {
+    ) -> Result<ExecutionReport, Refused> {
         let Shared {
             sessions, draining, ..
         } = &*self.shared;
-        let (news, max_chars) = (News::default(), request.max_output_chars);
+        let (news, max_chars) = (ProgressChannel::default(), request.max_output_chars);
         let reporter = Reporter::new(sessions.preparation(), request.timeout, &news);
         let execution = sessions.run_with(
             owner,
@@ -132,12 +133,12 @@ impl Server {
             is_check: false,
         };
         let told = match self.begin(owner, session, request, None, context).await? {
-            Executed::Finished(outcome) => return Ok(*outcome),
-            Executed::Underway(underway) => Ok(Checked::Underway(underway)),
+            ExecutionReport::Finished { outcome, .. } => return Ok(*outcome),
+            unfinished => Ok(unfinished),
         };
         match self.ask_meanwhile(owner, told, mode, context).await? {
-            Checked::Finished { outcome, .. } => Ok(*outcome),
-            Checked::Underway(_) | Checked::Nothing => Err(Refused::ShuttingDown),
+            ExecutionReport::Finished { outcome, .. } => Ok(*outcome),
+            ExecutionReport::Underway(_) | ExecutionReport::Nothing => Err(Refused::ShuttingDown),
         }
     }
 
@@ -164,9 +165,9 @@ impl Server {
     pub(super) async fn check_now(
         &self,
         owner: &Principal,
-        execution: Which,
+        execution: ExecutionRef,
         max_chars: usize,
-    ) -> Result<Checked, Refused> {
+    ) -> Result<ExecutionReport, Refused> {
         let check = ops::Check {
             execution,
             wait: Duration::ZERO,
@@ -181,12 +182,19 @@ impl Server {
         owner: &Principal,
         session: &SessionId,
         max_chars: usize,
-    ) -> Option<Executed> {
-        let which = Which::Of(session.clone());
+    ) -> Option<ExecutionReport> {
+        let which = ExecutionRef::InSession(session.clone());
         match self.check_now(owner, which.clone(), max_chars).await {
-            Ok(Checked::Underway(underway)) => Some(Executed::Underway(underway)),
-            Ok(Checked::Finished { outcome, .. }) => Some(Executed::Finished(outcome)),
-            Ok(Checked::Nothing) | Err(_) => None,
+            Ok(ExecutionReport::Nothing) | Err(_) => None,
+            // It is the answer to the call that started the code.
+            Ok(ExecutionReport::Finished {
+                session, outcome, ..
+            }) => Some(ExecutionReport::Finished {
+                session,
+                outcome,
+                again: false,
+            }),
+            Ok(underway) => Some(underway),
         }
     }
 

@@ -15,7 +15,7 @@ use tokio::sync::watch;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-use crate::session::{News, Principal, SessionId};
+use crate::session::{Principal, ProgressChannel, SessionId};
 
 /// Pieces of work that may be under way at once; more than this and callers wait for their answers.
 const MOST_JOBS: usize = 1000;
@@ -59,7 +59,7 @@ impl Job {
     /// first step is done before this returns, so that it has its place in the session's queue.
     pub(super) async fn begin<F>(
         kind: JobKind,
-        news: &News,
+        news: &ProgressChannel,
         work: impl FnOnce(CancellationToken) -> F,
     ) -> Job
     where
@@ -216,9 +216,11 @@ mod tests {
         let jobs = Jobs::default();
         let kind = Some(JobKind::Installation);
         let (finish, finished) = oneshot::channel();
-        let mut job = Job::begin(JobKind::Installation, &News::default(), |_| async move {
-            finished.await.unwrap()
-        })
+        let mut job = Job::begin(
+            JobKind::Installation,
+            &ProgressChannel::default(),
+            |_| async move { finished.await.unwrap() },
+        )
         .await;
         assert_eq!(job.result(Duration::from_secs(50)).await, None);
         assert!(jobs.put(&owner("a"), &session(), job).is_ok());
@@ -260,7 +262,7 @@ mod tests {
     async fn a_session_has_one_piece_of_work_at_a_time() {
         let jobs = Jobs::default();
         let endless = async || {
-            Job::begin(JobKind::Installation, &News::default(), |_| {
+            Job::begin(JobKind::Installation, &ProgressChannel::default(), |_| {
                 std::future::pending()
             })
             .await
@@ -274,7 +276,7 @@ mod tests {
     async fn work_can_be_interrupted() {
         let mut job = Job::begin(
             JobKind::Installation,
-            &News::default(),
+            &ProgressChannel::default(),
             |cancel| async move {
                 cancel.cancelled().await;
                 said("interrupted")
@@ -290,10 +292,14 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn work_that_panics_says_so() {
-        let mut job = Job::begin(JobKind::Installation, &News::default(), |_| async {
-            tokio::task::yield_now().await;
-            panic!("as it must")
-        })
+        let mut job = Job::begin(
+            JobKind::Installation,
+            &ProgressChannel::default(),
+            |_| async {
+                tokio::task::yield_now().await;
+                panic!("as it must")
+            },
+        )
         .await;
         assert_eq!(
             job.result(Duration::from_secs(5)).await.unwrap().is_error,

@@ -38,6 +38,7 @@ mod missing_modules;
 pub(crate) mod place;
 mod profiles;
 mod progress;
+mod refusals;
 mod render;
 mod resources;
 mod resuming;
@@ -434,7 +435,7 @@ impl Server {
             )
             .await;
         read.map_err(|refused| {
-            ErrorData::invalid_params(refused.to_string(), Some(json!({"uri": uri})))
+            ErrorData::invalid_params(refusals::error_text(&refused), Some(json!({"uri": uri})))
         })?;
         Ok(ReadResourceResult::new(vec![resources::file_contents(
             uri, &bytes,

@@ -13,7 +13,7 @@ use tokio::time::{Instant, sleep_until};
 
 use super::duration::Seconds;
 use crate::sandbox::Preparation;
-use crate::session::News;
+use crate::session::ProgressChannel;
 
 /// Steps may come in bursts; a person cannot read more than this.
 const BETWEEN_STEPS: Duration = Duration::from_millis(250);
@@ -43,7 +43,7 @@ impl Reporter {
     pub(super) fn new(
         preparation: watch::Receiver<Preparation>,
         timeout: Duration,
-        news: &News,
+        news: &ProgressChannel,
     ) -> Reporter {
         let started = Instant::now();
         Reporter {
@@ -146,9 +146,13 @@ mod tests {
     async fn a_step_under_way_is_reported_at_once() {
         let (_sender, preparation) = watch::channel(working("installing numpy"));
         let started = Instant::now();
-        let report = Reporter::new(preparation, Duration::from_secs(120), &News::default())
-            .next()
-            .await;
+        let report = Reporter::new(
+            preparation,
+            Duration::from_secs(120),
+            &ProgressChannel::default(),
+        )
+        .next()
+        .await;
         assert_eq!(report.message, "preparing: installing numpy (1 of 3)");
         assert_eq!(started.elapsed(), Duration::ZERO);
     }
@@ -156,7 +160,11 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_burst_of_steps_gives_at_most_four_reports_a_second_and_the_newest_wins() {
         let (sender, preparation) = watch::channel(working("a"));
-        let mut reporter = Reporter::new(preparation, Duration::from_secs(120), &News::default());
+        let mut reporter = Reporter::new(
+            preparation,
+            Duration::from_secs(120),
+            &ProgressChannel::default(),
+        );
         let started = Instant::now();
         let first = reporter.next().await;
         sender.send(working("b")).unwrap();
@@ -173,7 +181,11 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_long_call_gives_a_sign_of_life_every_five_seconds() {
         let (_sender, preparation) = watch::channel(Preparation::Ready);
-        let mut reporter = Reporter::new(preparation, Duration::from_secs(120), &News::default());
+        let mut reporter = Reporter::new(
+            preparation,
+            Duration::from_secs(120),
+            &ProgressChannel::default(),
+        );
         let started = Instant::now();
         assert_eq!(
             reporter.next().await.message,
@@ -190,7 +202,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn news_are_told_as_they_come() {
         let (_sender, preparation) = watch::channel(Preparation::Ready);
-        let news = News::default();
+        let news = ProgressChannel::default();
         let mut reporter = Reporter::new(preparation, Duration::from_secs(120), &news);
         let finish = async {
             tokio::time::sleep(Duration::from_millis(100)).await;
@@ -208,7 +220,11 @@ mod tests {
     async fn reports_go_on_after_the_backend_is_gone() {
         let (sender, preparation) = watch::channel(Preparation::Ready);
         drop(sender);
-        let mut reporter = Reporter::new(preparation, Duration::from_secs(9), &News::default());
+        let mut reporter = Reporter::new(
+            preparation,
+            Duration::from_secs(9),
+            &ProgressChannel::default(),
+        );
         assert_eq!(
             reporter.next().await.message,
             "running for 5 s (time-out 9 s)"
@@ -218,7 +234,11 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn progress_always_grows() {
         let (sender, preparation) = watch::channel(working("a"));
-        let mut reporter = Reporter::new(preparation, Duration::from_secs(9), &News::default());
+        let mut reporter = Reporter::new(
+            preparation,
+            Duration::from_secs(9),
+            &ProgressChannel::default(),
+        );
         let mut last = -1.0;
         for number in 0..20 {
             sender.send(working(&number.to_string())).unwrap();

@@ -20,6 +20,7 @@ use serde_json::{Map, Value, json};
 
 use super::duration::Seconds;
 use super::jobs::JobKind;
+use super::refusals::{self, ToolWords};
 use super::resources;
 use crate::sandbox::{Exit, Isolation, LayerState};
 use crate::session::tools::{CallEnd, ToolCalls};
@@ -79,7 +80,10 @@ pub(super) fn execution(
     for (number, uri) in (1..).zip(&figures) {
         page.line(&format!("[figure {number} as JSON: resource {uri}]"));
     }
-    let mut notes = outcome.notes.clone();
+    let notes = outcome.notes.iter();
+    let mut notes = notes
+        .map(|note| refusals::note_told(note, &ToolWords::DEFAULT))
+        .collect::<Vec<_>>();
     if occasion == (Occasion::Check { again: true }) {
         page.line(told_before(&outcome.others));
     }
@@ -177,7 +181,7 @@ pub(super) fn underway(underway: &Underway, occasion: Occasion) -> CallToolResul
         ));
     }
     page.text.push_str(&underway.text);
-    for asked in &underway.asks {
+    for asked in &underway.approvals {
         page.line(&format!(
             "It waits until a person has allowed this: {}",
             asked.text
@@ -187,7 +191,7 @@ pub(super) fn underway(underway: &Underway, occasion: Occasion) -> CallToolResul
         "{state} It goes on; call check_execution with session_id \"{session}\" to hear more."
     ));
     let asked = underway
-        .asks
+        .approvals
         .iter()
         .map(|asked| format!("waits for approval: {}", asked.text));
     let mut notes = asked.collect::<Vec<_>>();
@@ -356,19 +360,8 @@ pub(super) fn not_carried_over(lost: &[String]) -> Option<String> {
 }
 
 /// Renders a call that was not carried out, with the chain of reasons in one sentence.
-pub(super) fn refused(error: &dyn std::error::Error) -> CallToolResult {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(reason) = cause {
-        let reason_text = reason.to_string();
-        // A transparent error shows its cause as itself; saying it twice helps nobody.
-        if !text.contains(&reason_text) {
-            text.push_str(": ");
-            text.push_str(&reason_text);
-        }
-        cause = reason.source();
-    }
-    CallToolResult::error(vec![ContentBlock::text(text)])
+pub(super) fn refused(error: &(dyn std::error::Error + 'static)) -> CallToolResult {
+    CallToolResult::error(vec![ContentBlock::text(refusals::error_text(error))])
 }
 
 pub(super) fn finished(
@@ -589,7 +582,7 @@ fn ending(outcome: &Outcome) -> Option<String> {
                 lost(can_undo)
             )
         }
-        Status::Nonsense { what } => {
+        Status::ProtocolError { what } => {
             format!(
                 "Python was ended because it broke the connection to the server ({what}). \
                      {}",
@@ -1023,7 +1016,7 @@ mod tests {
     #[test]
     fn notes_are_for_programs_and_cost_the_model_nothing() {
         let mut with_note = outcome(Status::Completed, vec![text(Stream::Stdout, "1")]);
-        with_note.notes = vec!["this is a new session".to_owned()];
+        with_note.notes = vec!["this is a new session".to_owned().into()];
         check_text(&with_note, "1");
         assert_eq!(
             rendered(&with_note)["structuredContent"]["notes"][0],
@@ -1353,7 +1346,7 @@ mod tests {
             ],
         );
         check_failure(
-            Status::Nonsense {
+            Status::ProtocolError {
                 what: "a frame of 9 GiB".to_owned(),
             },
             &["a frame of 9 GiB", "are gone"],
@@ -1549,7 +1542,7 @@ mod tests {
         #[derive(Debug, thiserror::Error)]
         #[error("the file could not be read")]
         struct Outer(#[source] std::io::Error);
-        let text = |error: &dyn std::error::Error| {
+        let text = |error: &(dyn std::error::Error + 'static)| {
             serde_json::to_value(refused(error)).unwrap()["content"][0]["text"]
                 .as_str()
                 .unwrap()

@@ -19,9 +19,10 @@ use super::progress::Reporter;
 use super::render::Occasion;
 use super::{Server, Shared, render, tasks};
 use crate::ops::{self, HostExt, Io};
-use crate::session::install::Leave;
+use crate::session::install::InstallApproval;
 use crate::session::{
-    Asked, Checked, Decision, ExecutionHandle, News, Principal, Refused, SessionId, Underway, Which,
+    ApprovalRequest, Decision, ExecutionHandle, ExecutionRef, ExecutionReport, Principal,
+    ProgressChannel, Refused, SessionId, Underway,
 };
 
 /// How often it is looked whether a question is still open while a person thinks about it.
@@ -48,7 +49,7 @@ enum Said {
     /// What was asked is not open any more; the code goes on.
     Over,
     /// Nobody can be asked now, or nobody waits for the answer.
-    Left(Result<Checked, Refused>),
+    Left(Result<ExecutionReport, Refused>),
 }
 
 impl Server {
@@ -58,7 +59,7 @@ impl Server {
         &self,
         owner: &Principal,
         session: &SessionId,
-        mut told: Result<Checked, Refused>,
+        mut told: Result<ExecutionReport, Refused>,
         mode: ReplyMode,
         context: &RequestContext<RoleServer>,
     ) -> CallToolResponse {
@@ -70,11 +71,11 @@ impl Server {
             ElicitationMode::of(context),
             context.extensions.get::<Binding>(),
         ) {
-            (Ok(Checked::Underway(underway)), ElicitationMode::InputRequired, Some(binding))
-                if !underway.asks.is_empty() =>
-            {
-                self.input_required(underway, binding)
-            }
+            (
+                Ok(ExecutionReport::Underway(underway)),
+                ElicitationMode::InputRequired,
+                Some(binding),
+            ) if !underway.approvals.is_empty() => self.input_required(underway, binding),
             _ => self.rendered(owner, session, told, mode).await,
         }
     }
@@ -84,16 +85,18 @@ impl Server {
     pub(super) async fn ask_meanwhile(
         &self,
         owner: &Principal,
-        mut told: Result<Checked, Refused>,
+        mut told: Result<ExecutionReport, Refused>,
         mode: ReplyMode,
         context: &RequestContext<RoleServer>,
-    ) -> Result<Checked, Refused> {
+    ) -> Result<ExecutionReport, Refused> {
         loop {
             let underway = match told {
-                Ok(Checked::Underway(underway)) if !underway.asks.is_empty() => underway,
+                Ok(ExecutionReport::Underway(underway)) if !underway.approvals.is_empty() => {
+                    underway
+                }
                 other => return other,
             };
-            let news = News::new("waiting for a person's decision".to_owned());
+            let news = ProgressChannel::new("waiting for a person's decision".to_owned());
             let reporter = Reporter::new(self.shared.sessions.preparation(), mode.wait, &news);
             let handle = underway.handle.clone();
             let said = with_progress(
@@ -177,9 +180,9 @@ impl Server {
         &self,
         session: &SessionId,
         requirements: &[String],
-        asked: Asked,
+        asked: ApprovalRequest,
         context: &RequestContext<RoleServer>,
-    ) -> Result<Leave, CallToolResponse> {
+    ) -> Result<InstallApproval, CallToolResponse> {
         let asking = ElicitationMode::of(context).asking();
         match (
             ElicitationMode::of(context),
@@ -207,7 +210,7 @@ impl Server {
                     () = context.ct.cancelled() => None,
                 };
                 match decisions.as_deref() {
-                    Some([decision]) => Ok(Leave {
+                    Some([decision]) => Ok(InstallApproval {
                         asking,
                         answer: Some(*decision),
                     }),
@@ -225,7 +228,7 @@ impl Server {
         let Underway {
             handle,
             session,
-            asks,
+            approvals: asks,
             ..
         } = underway;
         let ids = asks.iter().map(|asked| asked.id).collect();
@@ -251,12 +254,12 @@ impl Server {
         let Underway {
             handle,
             session,
-            asks,
+            approvals: asks,
             ..
         } = underway;
         let ids = asks.iter().map(|asked| asked.id).collect::<Vec<_>>();
         let Ok(mut form) = send_form(session, asks, context).await else {
-            return Said::Left(Ok(Checked::Underway(underway.clone())));
+            return Said::Left(Ok(ExecutionReport::Underway(underway.clone())));
         };
         loop {
             tokio::select! {
@@ -264,12 +267,13 @@ impl Server {
                 biased;
                 answer = &mut form.rx => return match decided(&ids, answer) {
                     Some(decisions) => Said::Decided(decisions),
-                    None => Said::Left(Ok(Checked::Underway(underway.clone()))),
+                    None => Said::Left(Ok(ExecutionReport::Underway(underway.clone()))),
                 },
                 () = self.shared.draining.cancelled() => {
                     withdraw(form).await;
                     let promised = self.may_promise();
-                    return Said::Left(promised.map(|()| Checked::Underway(underway.clone())));
+                    let report = promised.map(|()| ExecutionReport::Underway(underway.clone()));
+                    return Said::Left(report);
                 }
                 () = context.ct.cancelled() => {
                     withdraw(form).await;
@@ -277,11 +281,12 @@ impl Server {
                 }
                 () = sleep(BETWEEN_LOOKS) => {}
             }
-            let which = Which::This(handle.clone());
+            let which = ExecutionRef::Handle(handle.clone());
             let told = self.check_now(owner, which.clone(), mode.max_chars).await;
             let is_open = matches!(
                 &told,
-                Ok(Checked::Underway(now)) if now.asks.iter().any(|asked| ids.contains(&asked.id))
+                Ok(ExecutionReport::Underway(now))
+                    if now.approvals.iter().any(|asked| ids.contains(&asked.id))
             );
             if !is_open {
                 withdraw(form).await;
@@ -299,7 +304,7 @@ impl Server {
         how: &'static str,
         mode: ReplyMode,
         context: &RequestContext<RoleServer>,
-    ) -> Result<Checked, Refused> {
+    ) -> Result<ExecutionReport, Refused> {
         self.shared
             .sessions
             .run(
@@ -321,12 +326,12 @@ impl Server {
         handle: &ExecutionHandle,
         mode: ReplyMode,
         context: &RequestContext<RoleServer>,
-    ) -> Result<Checked, Refused> {
+    ) -> Result<ExecutionReport, Refused> {
         let Shared {
             sessions, draining, ..
         } = &*self.shared;
-        let which = Which::This(handle.clone());
-        let news = News::default();
+        let which = ExecutionRef::Handle(handle.clone());
+        let news = ProgressChannel::default();
         let reporter = Reporter::new(sessions.preparation(), mode.wait, &news);
         let checking = sessions.run_with(
             owner,
@@ -359,8 +364,8 @@ impl Server {
         owner: &Principal,
         handle: &ExecutionHandle,
         mode: ReplyMode,
-    ) -> Result<Checked, Refused> {
-        let which = Which::This(handle.clone());
+    ) -> Result<ExecutionReport, Refused> {
+        let which = ExecutionRef::Handle(handle.clone());
         self.shared
             .sessions
             .run(
@@ -387,7 +392,7 @@ impl Server {
         &self,
         owner: &Principal,
         session: &SessionId,
-        told: Result<Checked, Refused>,
+        told: Result<ExecutionReport, Refused>,
         mode: ReplyMode,
     ) -> CallToolResponse {
         let occasion = |again| {
@@ -398,7 +403,7 @@ impl Server {
             }
         };
         match told {
-            Ok(Checked::Finished {
+            Ok(ExecutionReport::Finished {
                 session,
                 outcome,
                 again,
@@ -406,9 +411,11 @@ impl Server {
                 .told(owner, &session, &outcome, occasion(again))
                 .await
                 .into(),
-            Ok(Checked::Underway(underway)) if mode.as_task => tasks::created(&underway),
-            Ok(Checked::Underway(underway)) => render::underway(&underway, occasion(false)).into(),
-            Ok(Checked::Nothing) => render::nothing_to_check(session).into(),
+            Ok(ExecutionReport::Underway(underway)) if mode.as_task => tasks::created(&underway),
+            Ok(ExecutionReport::Underway(underway)) => {
+                render::underway(&underway, occasion(false)).into()
+            }
+            Ok(ExecutionReport::Nothing) => render::nothing_to_check(session).into(),
             Err(refused) => render::refused(&refused).into(),
         }
     }
@@ -425,7 +432,7 @@ pub(super) fn bad_state(bad: &asking::BadState) -> ErrorData {
 
 async fn send_form(
     session: &SessionId,
-    asked: &[Asked],
+    asked: &[ApprovalRequest],
     context: &RequestContext<RoleServer>,
 ) -> Result<RequestHandle<RoleServer>, ServiceError> {
     let request = ServerRequest::ElicitRequest(ElicitRequest::new(asking::form(
@@ -451,7 +458,7 @@ async fn withdraw(form: RequestHandle<RoleServer>) {
 
 /// Reads the answer to a form. `None` when the client is gone, so that the next one is asked.
 fn decided<E>(
-    ids: &[crate::session::AskId],
+    ids: &[crate::session::ApprovalId],
     answer: Result<Result<ClientResult, ServiceError>, E>,
 ) -> Option<Vec<Decision>> {
     match answer {

@@ -19,7 +19,9 @@ use super::asking::{ElicitationMode, all_decisions, input_requests};
 use super::render::Occasion;
 use super::{Server, render};
 use crate::ops::{self, HostExt};
-use crate::session::{Checked, ExecutionHandle, Principal, Refused, Status, Underway, Which};
+use crate::session::{
+    ExecutionHandle, ExecutionRef, ExecutionReport, Principal, Refused, Status, Underway,
+};
 
 /// How long a call waits before it becomes a task. Most cells are over by then, and a plain result
 /// is one message.
@@ -58,27 +60,27 @@ impl Server {
         context: &RequestContext<RoleServer>,
     ) -> Result<GetTaskResult, ErrorData> {
         let handle = known(id)?;
-        let which = Which::This(handle.clone());
+        let which = ExecutionRef::Handle(handle.clone());
         let max_chars = self.shared.most_compared_chars;
         let checked = self.check_now(owner, which.clone(), max_chars).await;
         let (underway, payload) = match checked {
-            Ok(Checked::Underway(underway))
+            Ok(ExecutionReport::Underway(underway))
                 if ElicitationMode::of(context) != ElicitationMode::Nobody
-                    && !underway.asks.is_empty() =>
+                    && !underway.approvals.is_empty() =>
             {
-                let input_requests = input_requests(&underway.session, &underway.asks);
+                let input_requests = input_requests(&underway.session, &underway.approvals);
                 (
                     Some(underway),
                     TaskPayload::InputRequired { input_requests },
                 )
             }
-            Ok(Checked::Underway(underway)) => (Some(underway), TaskPayload::Working),
-            Ok(Checked::Finished { outcome, .. })
+            Ok(ExecutionReport::Underway(underway)) => (Some(underway), TaskPayload::Working),
+            Ok(ExecutionReport::Finished { outcome, .. })
                 if matches!(outcome.status, Status::Cancelled { .. }) =>
             {
                 (None, TaskPayload::Cancelled)
             }
-            Ok(Checked::Finished {
+            Ok(ExecutionReport::Finished {
                 session, outcome, ..
             }) => {
                 let mut result = self.told(owner, &session, &outcome, Occasion::Answer).await;
@@ -93,7 +95,7 @@ impl Server {
                 (None, TaskPayload::Completed { result })
             }
             Err(Refused::CancelledWhileWaiting) => (None, TaskPayload::Cancelled),
-            Ok(Checked::Nothing) | Err(_) => return Err(unknown()),
+            Ok(ExecutionReport::Nothing) | Err(_) => return Err(unknown()),
         };
         let task = task(&handle, payload.status(), underway.as_ref());
         Ok(GetTaskResult::new(DetailedTask::new(task, payload)))
@@ -123,7 +125,7 @@ impl Server {
 
     /// Interrupts a task. It ends by itself soon after.
     pub(super) async fn stop_task(&self, owner: &Principal, id: &str) -> Result<(), ErrorData> {
-        let which = Which::This(known(id)?);
+        let which = ExecutionRef::Handle(known(id)?);
         self.shared
             .sessions
             .run(

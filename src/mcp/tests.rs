@@ -21,7 +21,7 @@ use crate::sandbox::{Isolation, LaunchError, MemoryUse, Preparation};
 use crate::session::install::{InstallError, InstallReport};
 use crate::session::servers::{Registrar, ServerReport, ServerState, ServerTool, Trust};
 use crate::session::{
-    Asking, Checked, CheckpointInfo, ExecuteRequest, Executed, ExecutionId, ExploreReport,
+    Approver, CheckpointInfo, ExecuteRequest, ExecutionId, ExecutionReport, ExploreReport,
     ExploreRequest, FileList, FileNote, FilesCarried, ForkNames, ForkReport, Outcome, Output, Part,
     PythonError, Refused, ResetReport, SessionSettings, Sessions, Slice, StateAfter, Status,
     Stream, UndoReport, VariantReport,
@@ -84,8 +84,10 @@ impl FakeSessions {
             }]
         };
         Ok(match op {
-            Op::Execute(op) => Reply::Execute(self.execute(op.request, io.cancel).await?),
-            Op::Check(_) => Reply::Check(Checked::Nothing),
+            Op::Execute(op) => {
+                Reply::Execute(self.execute(op.session, op.request, io.cancel).await?)
+            }
+            Op::Check(_) => Reply::Check(ExecutionReport::Nothing),
             Op::Decide(_) => return Err(Refused::UnknownExecution),
             Op::Interrupt(_) => Reply::Interrupt(()),
             Op::Reset(_) => Reply::Reset(ResetReport {
@@ -214,9 +216,10 @@ impl FakeSessions {
 
     async fn execute(
         &self,
+        session: SessionId,
         request: ExecuteRequest,
         cancel: CancellationToken,
-    ) -> Result<Executed, Refused> {
+    ) -> Result<ExecutionReport, Refused> {
         self.started.try_send(request.code.clone()).unwrap();
         let said = |text: &str| Part::Text {
             stream: Stream::Stdout,
@@ -290,7 +293,7 @@ impl FakeSessions {
             .wait_for(settled)
             .await
             .expect("the sender is ours");
-        Ok(Executed::Finished(Box::new(Outcome {
+        let outcome = Box::new(Outcome {
             execution: ExecutionId(1),
             status,
             output: Output {
@@ -314,7 +317,12 @@ impl FakeSessions {
             notes: Vec::new(),
             first_line: String::new(),
             others: Default::default(),
-        })))
+        });
+        Ok(ExecutionReport::Finished {
+            session,
+            outcome,
+            again: false,
+        })
     }
 
     async fn explore(&self, request: ExploreRequest, io: Io<'_>) -> ExploreReport {
@@ -326,13 +334,16 @@ impl FakeSessions {
                 code: variant.code,
                 timeout,
                 max_output_chars,
-                asking: Asking::Nobody,
+                asking: Approver::Nobody,
                 rules: None,
                 recorder: Default::default(),
             };
             variants.push(VariantReport {
                 name: variant.name,
-                ended: self.execute(cell, io.cancel.clone()).await.map(finished),
+                ended: self
+                    .execute(SessionId::default_session(), cell, io.cancel.clone())
+                    .await
+                    .map(finished),
                 score: None,
             });
             let progress = format!("{} of {total} variants finished", number + 1);
@@ -348,10 +359,10 @@ impl FakeSessions {
     }
 }
 
-fn finished(executed: Executed) -> Outcome {
+fn finished(executed: ExecutionReport) -> Outcome {
     match executed {
-        Executed::Finished(outcome) => *outcome,
-        Executed::Underway(_) => unreachable!("nobody asked to be answered early"),
+        ExecutionReport::Finished { outcome, .. } => *outcome,
+        _ => unreachable!("nobody asked to be answered early"),
     }
 }
 

@@ -6,7 +6,7 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::{Op, Reply, Subject, Transfer};
+use super::{Op, OpSubject, Reply, TransferDirection};
 
 #[derive(Serialize, Deserialize)]
 struct Example {
@@ -72,8 +72,8 @@ fn operations_that_move_files_name_the_file_and_its_session() {
         let value = serde_json::to_value(&op).unwrap();
         let fields = &value[op.name()];
         match op.transfer() {
-            Some(Transfer::Into | Transfer::OutOf) => {
-                assert!(matches!(op.subject(), Subject::Session(_)), "{op:?}");
+            Some(TransferDirection::Into | TransferDirection::OutOf) => {
+                assert!(matches!(op.subject(), OpSubject::Session(_)), "{op:?}");
                 assert!(fields["path"].is_string(), "{op:?}");
             }
             None => assert!(

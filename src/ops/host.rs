@@ -13,7 +13,7 @@ use crate::sandbox::Preparation;
 use crate::session::{Principal, RecordEnding, RecorderId, Refused};
 
 /// Receives the progress of a call: a sentence, or the latest line of output.
-pub type News = watch::Sender<String>;
+pub type ProgressChannel = watch::Sender<String>;
 
 /// Whatever carries operations out: sessions in this process, a session daemon, or a layer in front
 /// of either.
@@ -40,7 +40,7 @@ pub trait Host: Send + Sync {
 pub struct Io<'a> {
     /// Cancels the operation where it can be cancelled. A reply comes all the same.
     pub cancel: CancellationToken,
-    pub progress: News,
+    pub progress: ProgressChannel,
     pub body: Body<'a>,
     /// Who records the executions that the operation starts.
     pub recorder: RecorderId,
@@ -91,7 +91,7 @@ impl<'a> Body<'a> {
 
 /// An operation that was admitted. Awaiting it returns the reply.
 ///
-/// Dropping it means that nobody waits for the reply. Code that was submitted goes on.
+/// Dropping it discards the reply. Code that was submitted continues.
 #[must_use = "files move, and composite operations go on, while the ticket is awaited"]
 pub struct Ticket<'a>(Pin<Box<dyn Future<Output = Result<Reply, Refused>> + Send + 'a>>);
 

@@ -2,10 +2,10 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::session::Which;
+use crate::session::ExecutionRef;
 
 /// Interrupts an execution, or takes it out of the queue. Its outcome can be checked.
 #[derive(Clone, Serialize, Deserialize)]
 pub struct Interrupt {
-    pub execution: Which,
+    pub execution: ExecutionRef,
 }

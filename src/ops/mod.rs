@@ -25,11 +25,11 @@ use serde::{Deserialize, Serialize};
 use crate::session::install::InstallReport;
 use crate::session::servers::ServerReport;
 use crate::session::{
-    Checked, CheckpointInfo, Decided, Executed, ExecutionHandle, ExploreReport, FileList,
-    FileRange, ForkReport, Load, ResetReport, SessionId, SessionInfo, Slice, UndoReport, Uploaded,
-    Which,
+    CheckpointInfo, DecideReport, ExecutionHandle, ExecutionRef, ExecutionReport, ExploreReport,
+    FileList, FileRange, ForkReport, Load, ResetReport, SessionId, SessionInfo, Slice, UndoReport,
+    Uploaded,
 };
-pub use host::{Body, Host, HostExt, Io, News, Ticket};
+pub use host::{Body, Host, HostExt, Io, ProgressChannel, Ticket};
 
 /// A request with a reply of its own type.
 pub trait Operation: Into<Op> + Send {
@@ -42,9 +42,9 @@ pub trait Operation: Into<Op> + Send {
 
 /// What an operation is about, as far as its fields say.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Subject<'a> {
+pub enum OpSubject<'a> {
     Session(&'a SessionId),
-    Execution(&'a Which),
+    Execution(&'a ExecutionRef),
     Handle(&'a ExecutionHandle),
     /// No session, or one that need not exist.
     Other,
@@ -79,7 +79,7 @@ macro_rules! operations {
                 }
             }
 
-            pub fn subject(&self) -> Subject<'_> {
+            pub fn subject(&self) -> OpSubject<'_> {
                 match self {
                     $(Op::$name(op) => subject!(op, $subject),)*
                 }
@@ -110,24 +110,24 @@ macro_rules! operations {
 
 macro_rules! subject {
     ($op:ident, session) => {
-        Subject::Session(&$op.session)
+        OpSubject::Session(&$op.session)
     };
     ($op:ident, execution) => {
-        Subject::Execution(&$op.execution)
+        OpSubject::Execution(&$op.execution)
     };
     ($op:ident, handle) => {
-        Subject::Handle(&$op.execution)
+        OpSubject::Handle(&$op.execution)
     };
     ($op:ident, none) => {{
         let _ = $op;
-        Subject::Other
+        OpSubject::Other
     }};
 }
 
 operations! {
-    execute::Execute about session => Executed,
-    check::Check about execution => Checked,
-    decide::Decide about handle => Decided,
+    execute::Execute about session => ExecutionReport,
+    check::Check about execution => ExecutionReport,
+    decide::Decide about handle => DecideReport,
     interrupt::Interrupt about execution => (),
     reset::Reset about session => ResetReport,
     undo::Undo about session => UndoReport,
@@ -156,7 +156,7 @@ operations! {
 
 /// Where the contents of a file go.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Transfer {
+pub enum TransferDirection {
     /// From the call's source into the session.
     Into,
     /// Out of the session to the call's sink.
@@ -165,10 +165,10 @@ pub enum Transfer {
 
 impl Op {
     /// Tells whether the operation moves the contents of a file, and where.
-    pub fn transfer(&self) -> Option<Transfer> {
+    pub fn transfer(&self) -> Option<TransferDirection> {
         match self {
-            Op::WriteFile(_) | Op::Upload(_) => Some(Transfer::Into),
-            Op::ReadFile(_) | Op::ReadFileRange(_) => Some(Transfer::OutOf),
+            Op::WriteFile(_) | Op::Upload(_) => Some(TransferDirection::Into),
+            Op::ReadFile(_) | Op::ReadFileRange(_) => Some(TransferDirection::OutOf),
             _ => None,
         }
     }

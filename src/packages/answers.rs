@@ -30,9 +30,9 @@ pub(super) fn stream_file(number: usize) -> String {
 
 /// A request to `installer.py`.
 #[derive(Debug, Serialize)]
-pub(super) struct Request<'a> {
+pub(super) struct InstallerRequest<'a> {
     #[serde(flatten)]
-    pub(super) step: Errand<'a>,
+    pub(super) step: InstallerStep<'a>,
     /// The path of uv inside.
     pub(super) uv: &'a str,
     /// Index settings, as variables of uv.
@@ -43,18 +43,18 @@ pub(super) struct Request<'a> {
 
 #[derive(Debug, Serialize)]
 #[serde(tag = "step", rename_all = "lowercase")]
-pub(super) enum Errand<'a> {
+pub(super) enum InstallerStep<'a> {
     /// Resolves versions and hashes, from wheels only.
-    Resolve(Wanted<'a>),
+    Resolve(WantedPackages<'a>),
     /// Installs exactly these wheels and writes a stream of each.
     Install { pins: &'a [Pin] },
     /// Resolves versions, builds packages without a wheel, and writes a stream of each package that
     /// the session does not have.
-    Build(Wanted<'a>),
+    Build(WantedPackages<'a>),
 }
 
 #[derive(Debug, Serialize)]
-pub(super) struct Wanted<'a> {
+pub(super) struct WantedPackages<'a> {
     pub(super) requirements: Vec<&'a str>,
     /// The session's packages: name to version.
     pub(super) present: BTreeMap<&'a str, &'a str>,
@@ -115,7 +115,7 @@ pub(super) struct Packed {
 /// A reply, or the reason for its absence.
 #[derive(Debug, Deserialize)]
 #[serde(untagged)]
-pub(super) enum Answer<T> {
+pub(super) enum InstallerReply<T> {
     Failed {
         /// Output of uv.
         failed: String,
@@ -254,14 +254,14 @@ mod tests {
 
     #[test]
     fn a_request_is_flat_json() {
-        let wanted = Wanted {
+        let wanted = WantedPackages {
             requirements: vec!["a>1"],
             present: [("b", "1")].into(),
             named: vec!["a"],
             upgrade: false,
         };
-        let request = Request {
-            step: Errand::Resolve(wanted),
+        let request = InstallerRequest {
+            step: InstallerStep::Resolve(wanted),
             uv: "/uv",
             variables: &BTreeMap::new(),
             certificates: None,
@@ -275,14 +275,14 @@ mod tests {
 
     #[test]
     fn a_failure_is_told_from_an_answer() {
-        let read = |text: &str| serde_json::from_str::<Answer<Resolved>>(text).unwrap();
+        let read = |text: &str| serde_json::from_str::<InstallerReply<Resolved>>(text).unwrap();
         let failed = |text: &str| match read(text) {
-            Answer::Failed {
+            InstallerReply::Failed {
                 failed,
                 no_wheel,
                 no_room,
             } => (failed, no_wheel, no_room),
-            Answer::Done(done) => panic!("{done:?}"),
+            InstallerReply::Done(done) => panic!("{done:?}"),
         };
         assert_eq!(
             failed(r#"{"failed": "no", "no_wheel": true}"#),
@@ -294,7 +294,7 @@ mod tests {
         );
         assert!(matches!(
             read(r#"{"tag": "x", "pins": []}"#),
-            Answer::Done(_)
+            InstallerReply::Done(_)
         ));
     }
 }

@@ -15,16 +15,17 @@ use cellblock_json::{Budget, MAX_DEPTH};
 use serde::de::DeserializeOwned;
 
 use super::answers::{
-    ANSWER_FILE, Answer, CERTIFICATES_FILE, Errand, HeldBack, LARGEST_ANSWER, Packed, Pin,
-    REQUEST_FILE, Request, Resolved, Wanted, checked_packages, stream_file,
+    ANSWER_FILE, CERTIFICATES_FILE, HeldBack, InstallerReply, InstallerRequest, InstallerStep,
+    LARGEST_ANSWER, Packed, Pin, REQUEST_FILE, Resolved, WantedPackages, checked_packages,
+    stream_file,
 };
 use super::requirement::{Requirement, Source};
-use super::store::{Key, Sharing, Store, StoreError, Tree};
+use super::store::{Sharing, Store, StoreError, Tree, TreeKey};
 use super::stream::{Bounds, StreamError};
+use super::{BuildSandbox, BuildSandboxes};
 use super::{
-    Builds, IndexSettings, InstallError, Installed, Limits, PACKAGES_INSIDE, Package, Step, Tell,
+    Builds, IndexSettings, Installed, Limits, PACKAGES_INSIDE, Package, PackageError, Step, Tell,
 };
-use super::{Workshop, Workshops};
 
 /// The script that runs inside.
 const INSTALLER: &str = include_str!("installer.py");
@@ -51,7 +52,7 @@ const LONGEST_LINE: usize = 1_000;
 
 /// A session's request for packages.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Wish {
+pub struct PackageRequest {
     pub requirements: Vec<Requirement>,
     /// Whether packages named in `requirements` are upgraded to the newest possible version.
     pub upgrade: bool,
@@ -109,20 +110,20 @@ impl Installer {
     /// started.
     pub async fn install(
         &self,
-        wish: &Wish,
-        workshops: &dyn Workshops,
+        request: &PackageRequest,
+        build_sandboxes: &dyn BuildSandboxes,
         tell: Tell<'_>,
-    ) -> Result<Installed, InstallError> {
+    ) -> Result<Installed, PackageError> {
         let time = self.limits.time;
-        let installing = self.install_in_time(wish, workshops, tell);
+        let installing = self.install_in_time(request, build_sandboxes, tell);
         let result = tokio::time::timeout(time, installing)
             .await
-            .unwrap_or(Err(InstallError::TimedOut { time }));
+            .unwrap_or(Err(PackageError::TimedOut { time }));
         result.map_err(|error| match error {
-            InstallError::Refused { words } => InstallError::Refused {
+            PackageError::Refused { words } => PackageError::Refused {
                 words: shortened(&self.index.mask(&words)),
             },
-            InstallError::Workshop { why } => InstallError::Workshop {
+            PackageError::BuildSandbox { why } => PackageError::BuildSandbox {
                 why: shortened(&self.index.mask(&why)),
             },
             other => other,
@@ -131,11 +132,11 @@ impl Installer {
 
     async fn install_in_time(
         &self,
-        wish: &Wish,
-        workshops: &dyn Workshops,
+        request: &PackageRequest,
+        build_sandboxes: &dyn BuildSandboxes,
         tell: Tell<'_>,
-    ) -> Result<Installed, InstallError> {
-        let present: BTreeMap<&str, &str> = wish
+    ) -> Result<Installed, PackageError> {
+        let present: BTreeMap<&str, &str> = request
             .present
             .iter()
             .map(|package| (package.name.as_str(), package.version.as_str()))
@@ -144,10 +145,10 @@ impl Installer {
             let is_there = requirement
                 .name()
                 .is_some_and(|name| present.contains_key(name));
-            requirement.is_plain() && is_there && !wish.upgrade
+            requirement.is_plain() && is_there && !request.upgrade
         };
         let (satisfied, open): (Vec<&Requirement>, Vec<&Requirement>) =
-            wish.requirements.iter().partition(is_satisfied);
+            request.requirements.iter().partition(is_satisfied);
         let mut chosen = if open.is_empty() {
             Chosen {
                 trees: Vec::new(),
@@ -157,10 +158,10 @@ impl Installer {
         } else {
             Job {
                 installer: self,
-                wish,
+                request,
                 open,
                 present: &present,
-                workshops,
+                build_sandboxes,
                 tell,
                 begun: Instant::now(),
             }
@@ -173,7 +174,7 @@ impl Installer {
                 chosen.already.push(package);
             }
         }
-        Ok(report(wish, chosen))
+        Ok(report(request, chosen))
     }
 
     fn known_answer(&self, question: &Question) -> Option<Resolved> {
@@ -194,17 +195,17 @@ impl Installer {
 /// One installation in progress.
 struct Job<'a> {
     installer: &'a Installer,
-    wish: &'a Wish,
+    request: &'a PackageRequest,
     /// Requirements that the session's packages do not obviously satisfy.
     open: Vec<&'a Requirement>,
     present: &'a BTreeMap<&'a str, &'a str>,
-    workshops: &'a dyn Workshops,
+    build_sandboxes: &'a dyn BuildSandboxes,
     tell: Tell<'a>,
     begun: Instant,
 }
 
 impl Job<'_> {
-    async fn run(&self) -> Result<Chosen, InstallError> {
+    async fn run(&self) -> Result<Chosen, PackageError> {
         if self
             .open
             .iter()
@@ -216,28 +217,28 @@ impl Job<'_> {
         let known = question
             .as_ref()
             .and_then(|question| self.installer.known_answer(question));
-        let (resolved, mut workshop) = match known {
+        let (resolved, mut sandbox) = match known {
             Some(known) => (known, None),
             None => {
                 (self.tell)(Step::Resolving);
-                let mut workshop = self.open_workshop().await?;
+                let mut sandbox = self.open_build_sandbox().await?;
                 match self
-                    .ask(workshop.as_mut(), Errand::Resolve(self.wanted()))
+                    .ask(sandbox.as_mut(), InstallerStep::Resolve(self.wanted()))
                     .await?
                 {
-                    Answer::Done::<Resolved>(answer) => {
-                        let answer = answer.checked().map_err(InstallError::Unfitting)?;
+                    InstallerReply::Done::<Resolved>(answer) => {
+                        let answer = answer.checked().map_err(PackageError::Unfitting)?;
                         if let Some(question) = question {
                             self.installer.keep_answer(question, answer.clone());
                         }
-                        (answer, Some(workshop))
+                        (answer, Some(sandbox))
                     }
-                    Answer::Failed {
+                    InstallerReply::Failed {
                         failed,
                         no_wheel: true,
                         ..
                     } => {
-                        drop(workshop);
+                        drop(sandbox);
                         return self.build(Some(failed)).await;
                     }
                     failed => return Err(self.failure(failed)),
@@ -250,9 +251,7 @@ impl Job<'_> {
             .iter()
             .map(|pin| Package::new(&pin.name, pin.version.as_deref().unwrap_or_default()))
             .collect();
-        let trees = self
-            .trees_for(&needed, &resolved.tag, &mut workshop)
-            .await?;
+        let trees = self.trees_for(&needed, &resolved.tag, &mut sandbox).await?;
         Ok(Chosen {
             trees,
             already,
@@ -265,9 +264,9 @@ impl Job<'_> {
         &self,
         needed: &[Pin],
         tag: &str,
-        workshop: &mut Option<Box<dyn Workshop>>,
-    ) -> Result<Vec<Tree>, InstallError> {
-        let keys: Vec<Key> = needed.iter().map(|pin| self.key(pin, tag)).collect();
+        sandbox: &mut Option<Box<dyn BuildSandbox>>,
+    ) -> Result<Vec<Tree>, PackageError> {
+        let keys: Vec<TreeKey> = needed.iter().map(|pin| self.key(pin, tag)).collect();
         let mut found = self.find(&keys).await?;
         let missing: Vec<usize> = (0..needed.len())
             .filter(|number| found[*number].is_none())
@@ -277,25 +276,25 @@ impl Job<'_> {
             (self.tell)(Step::Downloading {
                 packages: missing.len(),
             });
-            let workshop = match workshop {
+            let sandbox = match sandbox {
                 Some(open) => open,
-                closed => closed.insert(self.open_workshop().await?),
+                closed => closed.insert(self.open_build_sandbox().await?),
             };
             let mut left = self.installer.limits.bytes;
             let pins: Vec<Pin> = missing
                 .iter()
                 .map(|number| needed[*number].clone())
                 .collect();
-            let added = match self.fetch(workshop.as_mut(), &pins, &mut left).await {
+            let added = match self.fetch(sandbox.as_mut(), &pins, &mut left).await {
                 // All packages together exceed the sandbox's disk; try them one at a time.
-                Err(InstallError::NoRoom { .. }) if pins.len() > 1 => {
+                Err(PackageError::NoRoom { .. }) if pins.len() > 1 => {
                     let mut added = Vec::new();
                     for (number, pin) in pins.iter().enumerate() {
                         (self.tell)(Step::Downloading {
                             packages: pins.len() - number,
                         });
                         added.extend(
-                            self.fetch(workshop.as_mut(), std::slice::from_ref(pin), &mut left)
+                            self.fetch(sandbox.as_mut(), std::slice::from_ref(pin), &mut left)
                                 .await?,
                         );
                     }
@@ -314,13 +313,13 @@ impl Job<'_> {
     /// Fetches wheels and adds them to the store, in order. `left` limits their total size.
     async fn fetch(
         &self,
-        workshop: &mut dyn Workshop,
+        sandbox: &mut dyn BuildSandbox,
         pins: &[Pin],
         left: &mut u64,
-    ) -> Result<Vec<Tree>, InstallError> {
-        let packed = match self.ask(workshop, Errand::Install { pins }).await? {
-            Answer::Done::<Vec<Packed>>(packed) => {
-                checked_packages(packed).map_err(InstallError::Unfitting)?
+    ) -> Result<Vec<Tree>, PackageError> {
+        let packed = match self.ask(sandbox, InstallerStep::Install { pins }).await? {
+            InstallerReply::Done::<Vec<Packed>>(packed) => {
+                checked_packages(packed).map_err(PackageError::Unfitting)?
             }
             failed => return Err(self.failure(failed)),
         };
@@ -329,16 +328,16 @@ impl Job<'_> {
             .map(|package| &package.name)
             .eq(pins.iter().map(|pin| &pin.name))
         {
-            return Err(InstallError::Unfitting(
+            return Err(PackageError::Unfitting(
                 "other packages came than were asked for",
             ));
         }
-        self.add_all(workshop, &packed, Sharing::Shared, left).await
+        self.add_all(sandbox, &packed, Sharing::Shared, left).await
     }
 
     /// Builds packages without a wheel in a separate sandbox. `why` is the resolver's output from
     /// its search for wheels.
-    async fn build(&self, why: Option<String>) -> Result<Chosen, InstallError> {
+    async fn build(&self, why: Option<String>) -> Result<Chosen, PackageError> {
         let because = |reason: &str| {
             let words = why
                 .clone()
@@ -364,19 +363,19 @@ impl Job<'_> {
         }
         self.make_room().await?;
         (self.tell)(Step::Building);
-        let mut workshop = self.open_workshop().await?;
+        let mut sandbox = self.open_build_sandbox().await?;
         let packed = match self
-            .ask(workshop.as_mut(), Errand::Build(self.wanted()))
+            .ask(sandbox.as_mut(), InstallerStep::Build(self.wanted()))
             .await?
         {
-            Answer::Done::<Vec<Packed>>(packed) => {
-                checked_packages(packed).map_err(InstallError::Unfitting)?
+            InstallerReply::Done::<Vec<Packed>>(packed) => {
+                checked_packages(packed).map_err(PackageError::Unfitting)?
             }
             failed => return Err(self.failure(failed)),
         };
         let mut left = self.installer.limits.bytes;
         let trees = self
-            .add_all(workshop.as_mut(), &packed, Sharing::Private, &mut left)
+            .add_all(sandbox.as_mut(), &packed, Sharing::Private, &mut left)
             .await?;
         let named = self
             .open
@@ -394,7 +393,7 @@ impl Job<'_> {
     }
 
     /// Removes unused packages if the store is full.
-    async fn make_room(&self) -> Result<(), InstallError> {
+    async fn make_room(&self) -> Result<(), PackageError> {
         let (store, limit) = (
             Arc::clone(&self.installer.store),
             self.installer.limits.store,
@@ -410,15 +409,15 @@ impl Job<'_> {
         Ok(())
     }
 
-    /// Copies the streams of all packages from a workshop into the store. If one fails, the private
-    /// trees before it are removed.
+    /// Copies the streams of all packages from a build sandbox into the store. If one fails, the
+    /// private trees before it are removed.
     async fn add_all(
         &self,
-        workshop: &mut dyn Workshop,
+        sandbox: &mut dyn BuildSandbox,
         packed: &[Packed],
         sharing: Sharing,
         left: &mut u64,
-    ) -> Result<Vec<Tree>, InstallError> {
+    ) -> Result<Vec<Tree>, PackageError> {
         let mut trees = Vec::new();
         let limit = self.installer.limits.bytes;
         for (number, package) in packed.iter().enumerate() {
@@ -428,7 +427,7 @@ impl Job<'_> {
                 done: number,
                 total: packed.len(),
             });
-            match self.add(workshop, number, package, *left, sharing).await {
+            match self.add(sandbox, number, package, *left, sharing).await {
                 Ok(tree) => {
                     *left = left.saturating_sub(tree.record.bytes);
                     trees.push(tree);
@@ -441,9 +440,9 @@ impl Job<'_> {
                         let _ = self.installer.store.remove(&tree.name);
                     }
                     return Err(match error {
-                        InstallError::TooLarge { .. }
-                        | InstallError::Store(StoreError::Stream(StreamError::TooLarge(_))) => {
-                            InstallError::TooLarge { limit }
+                        PackageError::TooLarge { .. }
+                        | PackageError::Store(StoreError::Stream(StreamError::TooLarge(_))) => {
+                            PackageError::TooLarge { limit }
                         }
                         other => other,
                     });
@@ -455,13 +454,13 @@ impl Job<'_> {
 
     async fn add(
         &self,
-        workshop: &mut dyn Workshop,
+        sandbox: &mut dyn BuildSandbox,
         number: usize,
         package: &Packed,
         bytes: u64,
         sharing: Sharing,
-    ) -> Result<Tree, InstallError> {
-        let stream = workshop
+    ) -> Result<Tree, PackageError> {
+        let stream = sandbox
             .take(&stream_file(number), bytes.saturating_add(ROOM_FOR_HEADERS))
             .await?;
         let store = Arc::clone(&self.installer.store);
@@ -478,12 +477,12 @@ impl Job<'_> {
         if sharing == Sharing::Private {
             let _ = self.installer.store.remove(&tree.name);
         }
-        Err(InstallError::Unfitting(
+        Err(PackageError::Unfitting(
             "a package is not what it was said to be",
         ))
     }
 
-    async fn find(&self, keys: &[Key]) -> Result<Vec<Option<Tree>>, InstallError> {
+    async fn find(&self, keys: &[TreeKey]) -> Result<Vec<Option<Tree>>, PackageError> {
         let (store, keys) = (Arc::clone(&self.installer.store), keys.to_vec());
         Ok(blocking(move || {
             keys.iter()
@@ -493,7 +492,7 @@ impl Job<'_> {
         .await?)
     }
 
-    async fn open_workshop(&self) -> Result<Box<dyn Workshop>, InstallError> {
+    async fn open_build_sandbox(&self) -> Result<Box<dyn BuildSandbox>, PackageError> {
         let index = self.installer.index.clone();
         let mut rules = blocking(move || index.rules()).await;
         rules.extend(
@@ -505,63 +504,63 @@ impl Job<'_> {
                 }),
         );
         rules.dedup();
-        self.workshops.open(&rules).await
+        self.build_sandboxes.open(&rules).await
     }
 
-    /// Runs an installer step (`Errand`) inside and parses its reply.
+    /// Runs an installer step (`InstallerStep`) inside and parses its reply.
     async fn ask<T: DeserializeOwned>(
         &self,
-        workshop: &mut dyn Workshop,
-        step: Errand<'_>,
-    ) -> Result<Answer<T>, InstallError> {
+        sandbox: &mut dyn BuildSandbox,
+        step: InstallerStep<'_>,
+    ) -> Result<InstallerReply<T>, PackageError> {
         let certificates = match &self.installer.index.ca_file {
             Some(path) => {
-                workshop
+                sandbox
                     .put(
                         CERTIFICATES_FILE,
-                        read_certificates(path).map_err(InstallError::Certificates)?,
+                        read_certificates(path).map_err(PackageError::Certificates)?,
                     )
                     .await?;
                 Some(CERTIFICATES_FILE)
             }
             None => None,
         };
-        let uv = workshop.uv();
-        let request = Request {
+        let uv = sandbox.uv();
+        let request = InstallerRequest {
             step,
             uv: &uv,
             variables: &self.installer.index.variables(),
             certificates,
         };
         let request = serde_json::to_vec(&request).expect("texts can always be written as JSON");
-        workshop.put(REQUEST_FILE, request).await?;
+        sandbox.put(REQUEST_FILE, request).await?;
         let left = self
             .installer
             .limits
             .time
             .saturating_sub(self.begun.elapsed());
-        let printed = workshop.run(INSTALLER, left).await?;
+        let printed = sandbox.run(INSTALLER, left).await?;
         let mut answer = Vec::new();
         let file =
-            workshop
+            sandbox
                 .take(ANSWER_FILE, LARGEST_ANSWER)
                 .await
                 .map_err(|error| match error {
                     // The installer ended without a reply; its output is the only hint at the
                     // cause.
-                    InstallError::Workshop { why } => InstallError::Workshop {
+                    PackageError::BuildSandbox { why } => PackageError::BuildSandbox {
                         why: format!("{why}\n{printed}"),
                     },
                     other => other,
                 })?;
         let read = file.take(LARGEST_ANSWER).read_to_end(&mut answer);
-        read.map_err(|_| InstallError::Unfitting("it cannot be read"))?;
+        read.map_err(|_| PackageError::Unfitting("it cannot be read"))?;
         cellblock_json::read(&answer, ANSWER)
-            .map_err(|_| InstallError::Unfitting("it is not of the agreed form"))
+            .map_err(|_| PackageError::Unfitting("it is not of the agreed form"))
     }
 
-    fn wanted(&self) -> Wanted<'_> {
-        Wanted {
+    fn wanted(&self) -> WantedPackages<'_> {
+        WantedPackages {
             requirements: self
                 .open
                 .iter()
@@ -573,7 +572,7 @@ impl Job<'_> {
                 .iter()
                 .filter_map(|requirement| requirement.name())
                 .collect(),
-            upgrade: self.wish.upgrade,
+            upgrade: self.request.upgrade,
         }
     }
 
@@ -595,7 +594,7 @@ impl Job<'_> {
             .iter()
             .map(|(name, version)| ((*name).to_owned(), (*version).to_owned()))
             .collect();
-        (from_index && !self.wish.upgrade).then_some(Question {
+        (from_index && !self.request.upgrade).then_some(Question {
             requirements,
             present,
         })
@@ -608,27 +607,29 @@ impl Job<'_> {
     /// Returns the store key of a pin. The hashes are part of the key, so a file that was replaced
     /// in the index is fetched again. A wheel requested by URL has no index and no version, only
     /// its hash: the same file always gives the same tree.
-    fn key(&self, pin: &Pin, tag: &str) -> Key {
+    fn key(&self, pin: &Pin, tag: &str) -> TreeKey {
         let (index, version) = match &pin.version {
             Some(version) => (self.installer.index.identity(), version.as_str()),
             None => (String::new(), ""),
         };
-        Key::new(&["1", &index, tag, &pin.name, version, &pin.hashes.join(" ")])
+        TreeKey::new(&["1", &index, tag, &pin.name, version, &pin.hashes.join(" ")])
     }
 
     /// Converts a failed reply into an error.
-    fn failure<T>(&self, answer: Answer<T>) -> InstallError {
+    fn failure<T>(&self, answer: InstallerReply<T>) -> PackageError {
         match answer {
-            Answer::Failed { no_room: true, .. } => InstallError::NoRoom {
+            InstallerReply::Failed { no_room: true, .. } => PackageError::NoRoom {
                 disk: self.installer.limits.disk,
             },
-            Answer::Failed { failed, .. } => self.refused(failed),
-            Answer::Done(_) => InstallError::Unfitting("an answer that was understood is none"),
+            InstallerReply::Failed { failed, .. } => self.refused(failed),
+            InstallerReply::Done(_) => {
+                PackageError::Unfitting("an answer that was understood is none")
+            }
         }
     }
 
     /// Adds advice for the caller if a version that the session has causes the conflict.
-    fn refused(&self, mut words: String) -> InstallError {
+    fn refused(&self, mut words: String) -> PackageError {
         let named: Vec<&str> = self
             .open
             .iter()
@@ -649,11 +650,11 @@ impl Job<'_> {
                 fixed.join(", ")
             ));
         }
-        InstallError::Refused { words }
+        PackageError::Refused { words }
     }
 }
 
-fn report(wish: &Wish, chosen: Chosen) -> Installed {
+fn report(request: &PackageRequest, chosen: Chosen) -> Installed {
     let Chosen {
         trees,
         already,
@@ -664,7 +665,7 @@ fn report(wish: &Wish, chosen: Chosen) -> Installed {
         .map(|tree| Package::new(&tree.record.package, &tree.record.version))
         .collect();
     let mut lines = Vec::new();
-    for name in wish.requirements.iter().filter_map(Requirement::name) {
+    for name in request.requirements.iter().filter_map(Requirement::name) {
         if let Some(package) = already.iter().find(|package| package.name == name) {
             lines.push(format!(
                 "Requirement already satisfied: {name} ({})",

@@ -16,8 +16,8 @@
 //! ```
 //!
 //! `installer` runs the installation on the host, `installer.py` runs inside, and `answers` parses
-//! the replies from inside. The hidden sandbox is behind the trait `Workshop`; this module does not
-//! know how a sandbox is created.
+//! the replies from inside. The hidden sandbox is behind the trait `BuildSandbox`; this module does
+//! not know how a sandbox is created.
 //!
 //! Packages are never unpacked, built or imported on the host. Only a stream of plain files comes
 //! out of a sandbox. A tree is never shared if package code ran in the sandbox that produced it.
@@ -38,12 +38,12 @@ use std::time::Duration;
 use async_trait::async_trait;
 
 pub use index::{FileHosts, IndexError, IndexSettings, IndexUrl, Proxies};
-pub use installer::{Installer, Wish};
+pub use installer::{Installer, PackageRequest};
 pub use requirement::{
     LONGEST_REQUIREMENT, Location, MOST_REQUIREMENTS, Requirement, RequirementError, Source,
     normalised,
 };
-pub use store::{Key, Record, Room, Sharing, Store, StoreError, Tree, TreeName};
+pub use store::{Room, Sharing, Store, StoreError, Tree, TreeKey, TreeName, TreeRecord};
 pub use stream::{Bounds, StreamError};
 
 /// Mount point of `Store::trees` inside, read-only.
@@ -175,7 +175,7 @@ pub type Tell<'a> = &'a (dyn Fn(Step) + Send + Sync);
 
 /// Error of a failed installation.
 #[derive(Debug, thiserror::Error)]
-pub enum InstallError {
+pub enum PackageError {
     /// Output of the resolver or the build, shortened if necessary, without passwords.
     #[error("{words}")]
     Refused { words: String },
@@ -206,7 +206,7 @@ pub enum InstallError {
     NoMemory,
     /// The sandbox could not be created, or it failed.
     #[error("the installer could not do its work: {why}")]
-    Workshop { why: String },
+    BuildSandbox { why: String },
     /// The reply from inside is invalid.
     #[error("the installer gave an answer that does not fit: {0}")]
     Unfitting(&'static str),
@@ -218,28 +218,28 @@ pub enum InstallError {
 
 /// Creates hidden sandboxes for the installer.
 #[async_trait]
-pub trait Workshops: Send + Sync {
+pub trait BuildSandboxes: Send + Sync {
     /// Returns a fresh sandbox in which no user or package code has run. It can reach only the
     /// destinations that these egress rules list.
-    async fn open(&self, rules: &[String]) -> Result<Box<dyn Workshop>, InstallError>;
+    async fn open(&self, rules: &[String]) -> Result<Box<dyn BuildSandbox>, PackageError>;
 }
 
 /// A hidden sandbox with Python and uv. Dropping it destroys it and everything that runs in it.
 ///
 /// It needs disk space for two copies of the unpacked packages, and for their number of files.
 #[async_trait]
-pub trait Workshop: Send {
+pub trait BuildSandbox: Send {
     /// Returns the path of uv inside.
     fn uv(&self) -> String;
 
     /// Writes a file into the working directory.
-    async fn put(&mut self, name: &str, content: Vec<u8>) -> Result<(), InstallError>;
+    async fn put(&mut self, name: &str, content: Vec<u8>) -> Result<(), PackageError>;
 
     /// Runs code as a cell in the working directory and returns its output. Code that exceeds
     /// `time` is stopped and gives `TimedOut`.
-    async fn run(&mut self, code: &str, time: Duration) -> Result<String, InstallError>;
+    async fn run(&mut self, code: &str, time: Duration) -> Result<String, PackageError>;
 
     /// Copies a plain file out of the working directory. A file larger than `limit` bytes gives
     /// `TooLarge`. The content is a claim.
-    async fn take(&mut self, name: &str, limit: u64) -> Result<File, InstallError>;
+    async fn take(&mut self, name: &str, limit: u64) -> Result<File, PackageError>;
 }

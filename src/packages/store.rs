@@ -65,7 +65,7 @@ pub struct TreeName(String);
 /// Lookup key of a tree. It is derived from every input that determines what an installer would put
 /// into the tree.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub struct Key(String);
+pub struct TreeKey(String);
 
 /// Whether other sessions may use a tree.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -80,7 +80,7 @@ pub enum Sharing {
 
 /// Metadata of a tree.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Record {
+pub struct TreeRecord {
     /// Normalised name of the distribution.
     pub package: String,
     pub version: String,
@@ -101,7 +101,7 @@ pub struct Record {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Tree {
     pub name: TreeName,
-    pub record: Record,
+    pub record: TreeRecord,
 }
 
 /// Error of a store operation.
@@ -178,15 +178,17 @@ impl From<TreeName> for String {
     }
 }
 
-impl Key {
+impl TreeKey {
     /// Makes a key from parts. Different parts give different keys, even if their concatenations
     /// are equal.
-    pub fn new(parts: &[&str]) -> Key {
+    pub fn new(parts: &[&str]) -> TreeKey {
         let text = serde_json::to_vec(parts).expect("texts can always be written as JSON");
-        Key(Sha256::digest(text)
-            .iter()
-            .map(|byte| format!("{byte:02x}"))
-            .collect())
+        TreeKey(
+            Sha256::digest(text)
+                .iter()
+                .map(|byte| format!("{byte:02x}"))
+                .collect(),
+        )
     }
 }
 
@@ -245,7 +247,7 @@ impl Store {
     }
 
     /// Finds the tree for a key, unless it was modified on disk. Marks the tree as in use.
-    pub fn find(&self, key: &Key) -> Result<Option<Tree>, StoreError> {
+    pub fn find(&self, key: &TreeKey) -> Result<Option<Tree>, StoreError> {
         let Ok(text) = fs::read_to_string(self.root.join(INDEX).join(&key.0)) else {
             return Ok(None);
         };
@@ -264,7 +266,7 @@ impl Store {
             return Ok(None);
         };
         if self.check(&tree).is_err() {
-            let Record {
+            let TreeRecord {
                 package, version, ..
             } = &tree.record;
             tracing::warn!(
@@ -300,7 +302,7 @@ impl Store {
                 TreeName::random().map_err(while_doing("choose a name for the package"))?
             }
         };
-        let record = Record {
+        let record = TreeRecord {
             package,
             version,
             files: listing.len() as u64,
@@ -317,7 +319,7 @@ impl Store {
     }
 
     /// Makes a tree available to all sessions under a key. Private trees are not registered.
-    pub fn remember(&self, key: &Key, tree: &Tree) -> Result<(), StoreError> {
+    pub fn remember(&self, key: &TreeKey, tree: &Tree) -> Result<(), StoreError> {
         if tree.record.sharing == Sharing::Private {
             return Ok(());
         }
@@ -335,7 +337,7 @@ impl Store {
             return Ok(());
         }
         self.verify(tree)?;
-        let record = Record {
+        let record = TreeRecord {
             stamp,
             ..tree.record.clone()
         };

@@ -55,7 +55,7 @@ pub(super) fn mebibytes(bytes: u64) -> String {
 
 /// Metadata of one file in a tree.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Entry {
+pub(super) struct StreamEntry {
     pub(super) size: u64,
     pub(super) program: bool,
     /// SHA-256 of the content, or `None` if the content was not read.
@@ -66,7 +66,7 @@ pub(super) struct Entry {
 }
 
 /// All files of a tree by path.
-pub(super) type Listing = BTreeMap<String, Entry>;
+pub(super) type Listing = BTreeMap<String, StreamEntry>;
 
 /// Returns the hash of a listing: paths, sizes and kinds, and contents where they are known.
 pub(super) fn hash_of(listing: &Listing) -> String {
@@ -89,7 +89,7 @@ pub(super) fn stamp_of(listing: &Listing) -> String {
     let mut hash = Sha256::new();
     for (
         path,
-        Entry {
+        StreamEntry {
             changed: (seconds, nanoseconds),
             ..
         },
@@ -151,7 +151,7 @@ pub(super) fn unpack(
             .checked_sub(header.size)
             .ok_or(StreamError::TooLarge(bounds.bytes))?;
         let content = write_file(&mut stream, &folder.join(&header.path), &header)?;
-        let entry = Entry {
+        let entry = StreamEntry {
             size: header.size,
             program: header.program,
             content: Some(content),
@@ -293,7 +293,7 @@ pub(super) fn list(folder: &Path, with_contents: bool) -> io::Result<Listing> {
                 let changed = (found.ctime(), found.ctime_nsec());
                 listing.insert(
                     path,
-                    Entry {
+                    StreamEntry {
                         size: found.len(),
                         program,
                         content,
@@ -505,7 +505,7 @@ pub(super) mod tests {
 
     #[test]
     fn a_listing_that_differs_in_anything_has_another_name() {
-        let entry = |size, program, content| Entry {
+        let entry = |size, program, content| StreamEntry {
             size,
             program,
             content,

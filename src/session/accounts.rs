@@ -11,7 +11,6 @@
 //! most its own limit. No session is killed because of a quota.
 
 use std::collections::{HashMap, VecDeque};
-use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
@@ -527,72 +526,6 @@ fn refused(which: Quota, limit: u64, used: u64, retry_after: Option<Duration>) -
         limit,
         used,
         retry_after,
-    }
-}
-
-/// Message about an exceeded quota and its remedy.
-pub(super) struct Told<'a> {
-    pub(super) which: &'a Quota,
-    pub(super) limit: u64,
-    pub(super) used: u64,
-    pub(super) retry_after: Option<Duration>,
-}
-
-impl fmt::Display for Told<'_> {
-    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Told {
-            which,
-            limit,
-            used,
-            retry_after,
-        } = self;
-        let mebibytes = |bytes: u64| bytes.div_ceil(1024 * 1024);
-        let what = match which {
-            Quota::Sessions => format!("you have {used} sessions, and {limit} are allowed"),
-            Quota::Memory => {
-                format!(
-                    "your sessions hold {} MiB of memory, and {} are allowed",
-                    mebibytes(*used),
-                    limit / (1024 * 1024)
-                )
-            }
-            Quota::ProcessorTime => {
-                format!(
-                    "your cells have used {used} s of processor time, and {limit} s are allowed"
-                )
-            }
-            Quota::CellsPerMinute => {
-                format!("you have run {used} cells in the last minute, and {limit} are allowed")
-            }
-            Quota::StartsPerMinute => {
-                format!(
-                    "you have started {used} sandboxes in the last minute, and {limit} are allowed"
-                )
-            }
-            Quota::Stored => {
-                format!(
-                    "{} MiB of your files and outputs are stored, and {} are allowed",
-                    mebibytes(*used),
-                    limit / (1024 * 1024)
-                )
-            }
-        };
-        write!(
-            formatter,
-            "nothing was done, because a quota is used up: {what}. "
-        )?;
-        match (which, retry_after) {
-            (_, Some(wait)) => write!(formatter, "Try again in {} s", wait.as_secs() + 1),
-            (Quota::Sessions, None) => formatter
-                .write_str("Close a session with `close_session`, or go on in an existing one"),
-            (Quota::Memory, None) => formatter.write_str(
-                "Close a session with `close_session`, or free the memory of one with `reset`",
-            ),
-            (Quota::Stored, None) => formatter.write_str(
-                "Delete files in your sessions, or close a session with `close_session`",
-            ),
-            (_, None) => formatter.write_str("Ask for fewer at once"),
-        }
     }
 }
 

@@ -1,9 +1,9 @@
 //! Approvals, as seen by the code between a session and a person: approval requests, decisions, and
 //! their origin.
 //!
-//! A request that a person must decide blocks the code that made it. `Underway` and `Checked`
-//! report it, and `decide` answers it. Ids are scoped to one execution and are known only on the
-//! host.
+//! A request that a person must decide blocks the code that made it. `Underway` and
+//! `ExecutionReport` report it, and `decide` answers it. Ids are scoped to one execution and are
+//! known only on the host.
 
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -13,9 +13,12 @@ use serde::{Deserialize, Serialize};
 use tokio::sync::oneshot;
 use tokio::time::Instant;
 
-use super::driver::{Command, Shared};
-use super::{ExecutionHandle, Principal, Refused, SessionId, Sessions, Which};
-use crate::approval::{self, Answer, Book, BookError, Policy, Rendering, Scope, Subject, Verdict};
+use super::driver::{DriverCommand, Shared};
+use super::{ExecutionHandle, ExecutionRef, Principal, Refused, SessionId, Sessions};
+use crate::approval::{
+    self, ApprovalAnswer, ApprovalStore, ApprovalStoreError, PermissionScope, Policy, Rendering,
+    Subject, Verdict,
+};
 
 /// Decisions made without a person that an outcome lists.
 const MOST_RULINGS: usize = 100;
@@ -31,17 +34,17 @@ const MOST_INSTALLATIONS: usize = 16;
 pub struct Approvals {
     pub policy: Arc<Policy>,
     /// Permanent permissions.
-    pub book: Arc<Book>,
+    pub store: Arc<ApprovalStore>,
     /// How long a request waits for its answer.
-    pub patience: Duration,
+    pub timeout: Duration,
 }
 
 impl Default for Approvals {
     fn default() -> Approvals {
         Approvals {
             policy: Arc::default(),
-            book: Arc::default(),
-            patience: Duration::from_secs(600),
+            store: Arc::default(),
+            timeout: Duration::from_secs(600),
         }
     }
 }
@@ -77,27 +80,27 @@ impl From<Approvals> for InForce {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct ApprovalSetup {
     pub policy: Policy,
-    /// Path of the approval store (`book`), if it is a file.
-    pub book: Option<PathBuf>,
-    pub patience: Duration,
+    /// Path of the approval store, if it is a file.
+    pub store: Option<PathBuf>,
+    pub timeout: Duration,
 }
 
 impl ApprovalSetup {
     /// Opens the approval store.
-    pub fn open(self) -> Result<Approvals, BookError> {
+    pub fn open(self) -> Result<Approvals, ApprovalStoreError> {
         let ApprovalSetup {
             policy,
-            book,
-            patience,
+            store,
+            timeout,
         } = self;
-        let book = book
-            .map(|path| Book::open(&path))
+        let store = store
+            .map(|path| ApprovalStore::open(&path))
             .transpose()?
             .unwrap_or_default();
         Ok(Approvals {
             policy: Arc::new(policy),
-            book: Arc::new(book),
-            patience,
+            store: Arc::new(store),
+            timeout,
         })
     }
 }
@@ -118,24 +121,24 @@ impl InForce {
                     .to_owned(),
             ));
         }
-        let before = self.now().book;
+        let before = self.now().store;
         let ApprovalSetup {
             policy,
-            book,
-            patience,
+            store,
+            timeout,
         } = setup;
         // One store per file: two would overwrite each other's changes.
-        let approvals = if book.as_deref() == before.path() {
+        let approvals = if store.as_deref() == before.path() {
             Approvals {
                 policy: Arc::new(policy),
-                book: before,
-                patience,
+                store: before,
+                timeout,
             }
         } else {
             let setup = ApprovalSetup {
                 policy,
-                book,
-                patience,
+                store,
+                timeout,
             };
             setup.open().map_err(|error| refused(error.to_string()))?
         };
@@ -150,7 +153,7 @@ impl InForce {
 
 /// Whether a person can be asked while code runs.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Asking {
+pub enum Approver {
     /// The client that started the execution can ask a person.
     Person,
     /// The client cannot ask a person.
@@ -162,12 +165,12 @@ pub enum Asking {
 
 /// Id of an approval request within its execution.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-pub struct AskId(pub u64);
+pub struct ApprovalId(pub u64);
 
 /// A pending approval request.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Asked {
-    pub id: AskId,
+pub struct ApprovalRequest {
+    pub id: ApprovalId,
     /// `tool`, `shell`, `packages` or `domain`.
     pub kind: String,
     /// Exactly what runs if it is allowed. Bounded, and without hidden characters.
@@ -179,7 +182,7 @@ pub struct Asked {
     /// Whether a permanent permission can be given.
     pub can_last: bool,
     /// Time left until it expires.
-    pub patience: Duration,
+    pub timeout: Duration,
 }
 
 /// The texts of an approval request. They are built once, however often the request is shown.
@@ -195,7 +198,7 @@ impl Wording {
         Wording {
             kind: subject.kind(),
             rendering: subject.rendering(MOST_SHOWN),
-            covers: Scope::words(subject),
+            covers: PermissionScope::words(subject),
             line: line.to_owned(),
         }
     }
@@ -203,20 +206,20 @@ impl Wording {
     /// Describes the request, as one of several that are shown together.
     pub(super) fn asked(
         &self,
-        id: AskId,
+        id: ApprovalId,
         together: usize,
         approvals: &Approvals,
-        patience: Duration,
-    ) -> Asked {
+        timeout: Duration,
+    ) -> ApprovalRequest {
         let most = (MOST_SHOWN_TOGETHER / together.max(1)).min(MOST_SHOWN);
-        Asked {
+        ApprovalRequest {
             id,
             kind: self.kind.to_owned(),
             text: self.rendering.shown(most),
             covers: self.covers.clone(),
             line: self.line.clone(),
-            can_last: approvals.book.is_kept(),
-            patience,
+            can_last: approvals.store.is_kept(),
+            timeout,
         }
     }
 }
@@ -224,13 +227,13 @@ impl Wording {
 /// The answer to one approval request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Decision {
-    pub id: AskId,
-    pub answer: Answer,
+    pub id: ApprovalId,
+    pub answer: ApprovalAnswer,
 }
 
 /// Result of some answers.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Decided {
+pub struct DecideReport {
     pub session: SessionId,
     /// Rulings on requests that were still pending.
     pub rulings: Vec<Ruling>,
@@ -260,7 +263,7 @@ impl Ruling {
 /// Origin of a decision.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum DecidedBy {
-    Person(Answer),
+    Person(ApprovalAnswer),
     /// A policy rule denies it.
     Policy,
     /// Approval was required, and there was no way to ask a person.
@@ -270,7 +273,7 @@ pub enum DecidedBy {
 
 impl DecidedBy {
     pub fn is_allowed(self) -> bool {
-        matches!(self, DecidedBy::Person(answer) if answer != Answer::Deny)
+        matches!(self, DecidedBy::Person(answer) if answer != ApprovalAnswer::Deny)
     }
 
     /// Returns the word used in records.
@@ -320,10 +323,10 @@ pub(super) fn refusal(subject: &Subject, line: &str, why: Why) -> String {
         Why::Person => "the person who was asked did not allow this. Do not try it again in \
                         another way; ask them what they want instead"
             .to_owned(),
-        Why::Silence(patience) => format!(
+        Why::TimedOut(timeout) => format!(
             "this needs a person's approval ({line}), and nobody answered within {} s. Nothing \
              else of this cell is asked",
-            patience.as_secs()
+            timeout.as_secs()
         ),
         Why::TooMany => format!(
             "this needs a person's approval ({line}), and too many questions \
@@ -344,14 +347,14 @@ pub(super) enum Why {
     Hidden,
     NoCell,
     Person,
-    Silence(Duration),
+    TimedOut(Duration),
     TooMany,
     Interrupted,
 }
 
 /// An installation that waits for approval.
 pub(super) struct WaitingInstall {
-    id: AskId,
+    id: ApprovalId,
     requirements: Vec<String>,
     line: String,
     until: Instant,
@@ -370,15 +373,15 @@ impl Sessions {
         owner: &Principal,
         handle: &ExecutionHandle,
         decisions: Vec<Decision>,
-    ) -> Result<Decided, Refused> {
-        let (session, entry) = self.locate(owner, &Which::This(handle.clone()))?;
+    ) -> Result<DecideReport, Refused> {
+        let (session, entry) = self.locate(owner, &ExecutionRef::Handle(handle.clone()))?;
         let execution = entry
             .shared
-            .docket
+            .registry
             .find(handle)
             .ok_or(Refused::UnknownExecution)?;
         let (reply, answer) = oneshot::channel();
-        let command = Command::Decide {
+        let command = DriverCommand::Decide {
             request: execution.request,
             decisions,
             reply,
@@ -389,17 +392,17 @@ impl Sessions {
             .await
             .map_err(|_| Refused::UnknownExecution)?;
         let rulings = answer.await.map_err(|_| Refused::UnknownExecution)?;
-        Ok(Decided { session, rulings })
+        Ok(DecideReport { session, rulings })
     }
 
     /// Decides whether a call may install packages. A given answer must match a request for exactly
     /// these packages.
-    pub(super) fn leave_to_install(
+    pub(super) fn approve_install(
         &self,
         (owner, id): (&Principal, &SessionId),
         shared: &Shared,
         requirements: &[String],
-        asking: Asking,
+        asking: Approver,
         answer: Option<Decision>,
     ) -> Result<Option<Ruling>, Refused> {
         let approvals = self.settings().approvals.now();
@@ -418,14 +421,14 @@ impl Sessions {
             Verdict::Deny { line } => return refuse(&line, Why::Policy, DecidedBy::Policy),
             Verdict::Ask { line } => line,
         };
-        if shared.facts().granted.covers(&subject) || approvals.book.covers(&owner.0, &subject) {
+        if shared.facts().granted.covers(&subject) || approvals.store.covers(&owner.0, &subject) {
             return Ok(None);
         }
         let now = Instant::now();
         if let Some(Decision { id, answer }) = answer
             && shared.take_install(id, requirements, now)
         {
-            if answer == Answer::Deny {
+            if answer == ApprovalAnswer::Deny {
                 return refuse(&line, Why::Person, DecidedBy::Person(answer));
             }
             keep(shared, &approvals, owner, &subject, answer);
@@ -436,13 +439,13 @@ impl Sessions {
             )));
         }
         match asking {
-            Asking::Nobody => refuse(&line, Why::NoClient, DecidedBy::NobodyToAsk),
-            Asking::Exploration => refuse(&line, Why::Exploration, DecidedBy::NobodyToAsk),
-            Asking::Person => {
-                let ask = AskId(self.next_number());
+            Approver::Nobody => refuse(&line, Why::NoClient, DecidedBy::NobodyToAsk),
+            Approver::Exploration => refuse(&line, Why::Exploration, DecidedBy::NobodyToAsk),
+            Approver::Person => {
+                let ask = ApprovalId(self.next_number());
                 let asked =
-                    Wording::new(&subject, &line).asked(ask, 1, &approvals, approvals.patience);
-                let (requirements, until) = (requirements.to_vec(), now + approvals.patience);
+                    Wording::new(&subject, &line).asked(ask, 1, &approvals, approvals.timeout);
+                let (requirements, until) = (requirements.to_vec(), now + approvals.timeout);
                 shared.wait_with_install(
                     WaitingInstall {
                         id: ask,
@@ -452,7 +455,7 @@ impl Sessions {
                     },
                     now,
                 );
-                Err(Refused::Ask {
+                Err(Refused::ApprovalNeeded {
                     session: id.clone(),
                     asked: Box::new(asked),
                 })
@@ -473,7 +476,7 @@ impl Shared {
 
     /// Takes the request with this id, if it was for exactly these requirements and is still
     /// pending.
-    fn take_install(&self, id: AskId, requirements: &[String], now: Instant) -> bool {
+    fn take_install(&self, id: ApprovalId, requirements: &[String], now: Instant) -> bool {
         let mut waiting = self.installs();
         let fits = |known: &WaitingInstall| {
             known.id == id && known.requirements == requirements && known.until > now
@@ -491,16 +494,16 @@ pub(super) fn keep(
     approvals: &Approvals,
     owner: &Principal,
     subject: &Subject,
-    answer: Answer,
+    answer: ApprovalAnswer,
 ) {
-    if matches!(answer, Answer::Session | Answer::Always) {
+    if matches!(answer, ApprovalAnswer::Session | ApprovalAnswer::Always) {
         shared.facts().granted.allow(subject);
     }
-    if answer == Answer::Always && approvals.book.is_kept() {
-        let (book, owner, subject) = (approvals.book.clone(), owner.0.clone(), subject.clone());
+    if answer == ApprovalAnswer::Always && approvals.store.is_kept() {
+        let (store, owner, subject) = (approvals.store.clone(), owner.0.clone(), subject.clone());
         // This writes a file; the caller does not wait for it.
         tokio::task::spawn_blocking(move || {
-            if let Err(error) = book.remember(&owner, &subject) {
+            if let Err(error) = store.remember(&owner, &subject) {
                 tracing::error!(%error, "an approval could not be remembered");
             }
         });

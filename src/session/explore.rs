@@ -12,11 +12,12 @@ use futures_util::future::join_all;
 use tokio::sync::{Semaphore, oneshot};
 use tokio_util::sync::CancellationToken;
 
-use super::driver::{Command, Fork, Forked, ForksWanted};
-use super::manager::{Entry, leave};
+use super::driver::{DriverCommand, Fork, Forked, ForksWanted};
+use super::manager::{DriverHandle, shut_down};
 use super::{
-    Asking, ExecuteRequest, ExploreReport, ExploreRequest, Keep, LARGEST_CODE, MOST_VARIANTS, News,
-    Outcome, Part, Principal, Refused, SessionId, Sessions, Status, Stream, Variant, VariantReport,
+    Approver, ExecuteRequest, ExploreReport, ExploreRequest, Keep, LARGEST_CODE, MOST_VARIANTS,
+    Outcome, Part, Principal, ProgressChannel, Refused, SessionId, Sessions, Status, Stream,
+    Variant, VariantReport,
 };
 
 /// Limit in characters for a score's text, and for the reason why there is none.
@@ -34,7 +35,7 @@ impl Sessions {
         id: &SessionId,
         request: ExploreRequest,
         cancel: CancellationToken,
-        news: News,
+        progress: ProgressChannel,
     ) -> Result<ExploreReport, Refused> {
         check(&request)?;
         if cancel.is_cancelled() {
@@ -61,10 +62,10 @@ impl Sessions {
             id,
             source,
             request: &request,
-            turns: Semaphore::new(self.settings().explore_parallel.max(1)),
+            permits: Semaphore::new(self.settings().explore_parallel.max(1)),
             cancel: &cancel,
             finished: AtomicUsize::new(0),
-            news,
+            progress,
         };
         let runs = request.variants.iter().zip(&entries);
         let variants = join_all(runs.map(|(variant, entry)| exploration.run(variant, entry))).await;
@@ -87,7 +88,7 @@ impl Sessions {
                     .await;
             }
         }
-        join_all(entries.iter().map(leave)).await;
+        join_all(entries.iter().map(shut_down)).await;
         Ok(report)
     }
 }
@@ -97,22 +98,22 @@ struct Exploration<'a> {
     sessions: &'a Sessions,
     owner: &'a Principal,
     id: &'a SessionId,
-    source: Entry,
+    source: DriverHandle,
     request: &'a ExploreRequest,
-    turns: Semaphore,
+    permits: Semaphore,
     cancel: &'a CancellationToken,
     finished: AtomicUsize,
-    news: News,
+    progress: ProgressChannel,
 }
 
 impl Exploration<'_> {
     /// Waits for a slot, runs one variant, and scores it.
-    async fn run(&self, variant: &Variant, entry: &Entry) -> VariantReport {
-        let turn = tokio::select! {
-            turn = self.turns.acquire() => turn.ok(),
+    async fn run(&self, variant: &Variant, entry: &DriverHandle) -> VariantReport {
+        let permit = tokio::select! {
+            permit = self.permits.acquire() => permit.ok(),
             () = self.cancel.cancelled() => None,
         };
-        let ended = match &turn {
+        let ended = match &permit {
             Some(_) => {
                 self.execute(entry, variant.code.clone(), self.request.max_output_chars)
                     .await
@@ -129,12 +130,12 @@ impl Exploration<'_> {
             }),
             _ => None,
         };
-        drop(turn);
+        drop(permit);
         if !may_be_kept(&self.request.keep, &variant.name) {
-            leave(entry).await;
+            shut_down(entry).await;
         }
         let finished = self.finished.fetch_add(1, Ordering::Relaxed) + 1;
-        self.news.send_replace(format!(
+        self.progress.send_replace(format!(
             "{finished} of {} variants finished",
             self.request.variants.len()
         ));
@@ -147,7 +148,7 @@ impl Exploration<'_> {
 
     async fn execute(
         &self,
-        entry: &Entry,
+        entry: &DriverHandle,
         code: String,
         max_output_chars: usize,
     ) -> Result<Outcome, Refused> {
@@ -158,7 +159,7 @@ impl Exploration<'_> {
             code,
             timeout,
             max_output_chars,
-            asking: Asking::Exploration,
+            asking: Approver::Exploration,
             rules: None,
             recorder,
         };
@@ -166,7 +167,7 @@ impl Exploration<'_> {
     }
 
     /// Evaluates the expression by which variants are compared.
-    async fn score(&self, entry: &Entry, by: &str) -> Result<f64, String> {
+    async fn score(&self, entry: &DriverHandle, by: &str) -> Result<f64, String> {
         // The newline also ends a trailing comment.
         let outcome = self
             .execute(entry, format!("float({by}\n)"), LONGEST_SCORE)
@@ -174,8 +175,8 @@ impl Exploration<'_> {
         score_of(&outcome.map_err(|refused| refused.to_string())?)
     }
 
-    /// Turns a variant's fork into a session, or replaces the source with it.
-    async fn keep(&self, name: &str, entry: &Entry, report: &mut ExploreReport) {
+    /// FairScheduler a variant's fork into a session, or replaces the source with it.
+    async fn keep(&self, name: &str, entry: &DriverHandle, report: &mut ExploreReport) {
         let id = self.id;
         let Some(mut fork) = surrendered(entry).await else {
             report.notes.push(format!(
@@ -213,9 +214,9 @@ impl Exploration<'_> {
         let note = format!("This session is the variant `{name}` of a cell explored in `{id}`.");
         match self
             .sessions
-            .seat_for(self.owner, id, name, note, entry.shared.clone())
+            .reserve_for_variant(self.owner, id, name, note, entry.shared.clone())
         {
-            Ok(seat) => report.kept.push((name.to_owned(), seat.take(fork))),
+            Ok(reservation) => report.kept.push((name.to_owned(), reservation.take(fork))),
             Err(refused) => report
                 .notes
                 .push(format!("Variant `{name}` is not kept: {refused}.")),
@@ -354,15 +355,23 @@ fn score_of(outcome: &Outcome) -> Result<f64, String> {
     }
 }
 
-async fn surrendered(entry: &Entry) -> Option<Box<Fork>> {
+async fn surrendered(entry: &DriverHandle) -> Option<Box<Fork>> {
     let (reply, answer) = oneshot::channel();
-    entry.commands.send(Command::Surrender(reply)).await.ok()?;
+    entry
+        .commands
+        .send(DriverCommand::Surrender(reply))
+        .await
+        .ok()?;
     answer.await.ok().flatten()
 }
 
 /// Replaces the source with a fork. The fork is returned if that is not possible; `None` if it is
 /// lost with the source.
-async fn adopted(source: &Entry, fork: Box<Fork>, name: &str) -> Result<(), Option<Box<Fork>>> {
+async fn adopted(
+    source: &DriverHandle,
+    fork: Box<Fork>,
+    name: &str,
+) -> Result<(), Option<Box<Fork>>> {
     let (reply, answer) = oneshot::channel();
     let note = format!(
         "This session goes on as the variant `{name}` that was explored; cells before that cannot \
@@ -370,11 +379,11 @@ async fn adopted(source: &Entry, fork: Box<Fork>, name: &str) -> Result<(), Opti
     );
     if let Err(back) = source
         .commands
-        .send(Command::Adopt { fork, note, reply })
+        .send(DriverCommand::Adopt { fork, note, reply })
         .await
     {
         return match back.0 {
-            Command::Adopt { fork, .. } => Err(Some(fork)),
+            DriverCommand::Adopt { fork, .. } => Err(Some(fork)),
             _ => Err(None),
         };
     }

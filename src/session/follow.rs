@@ -13,23 +13,23 @@ use tokio::sync::oneshot;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-use super::docket::{Collected, Ending, Execution, Stage};
-use super::driver::{Command, Job};
+use super::driver::{DriverCommand, Job};
+use super::executions::{Collected, Execution, ExecutionResult, ExecutionStage};
 use super::history::first_line;
-use super::manager::{Entry, Silence};
-use super::output::Glance;
+use super::manager::{DriverHandle, SubmitError};
+use super::output::OutputDelta;
 use super::{
-    Checked, ExecuteRequest, Executed, ExecutionId, LARGEST_CODE, News, Outcome, Principal,
-    Refused, SessionId, SessionState, Sessions, Underway, Which, most_undone,
+    ExecuteRequest, ExecutionId, ExecutionRef, ExecutionReport, LARGEST_CODE, Outcome, Principal,
+    ProgressChannel, Refused, SessionId, SessionState, Sessions, Underway, most_undone,
 };
 use crate::sandbox::Preparation;
 
 /// Quiet period after an approval request. Requests of several threads or tasks are then shown
 /// together.
-const TOGETHER: Duration = Duration::from_millis(50);
+const BATCH_DELAY: Duration = Duration::from_millis(50);
 /// Upper bound of that delay: the first request is shown after this time, even if more keep
 /// arriving.
-const LONGEST_TOGETHER: Duration = Duration::from_millis(500);
+const LONGEST_BATCH: Duration = Duration::from_millis(500);
 
 impl Sessions {
     /// Runs code to its end, and creates the session if its id is new. A cancelled token interrupts
@@ -50,7 +50,7 @@ impl Sessions {
     }
 
     /// Runs code like `execute`, but waits for at most `wait`, or until an approval is requested;
-    /// the code continues after that. `news` receives the latest line of output.
+    /// the code continues after that. `progress` receives the latest line of output.
     pub async fn begin(
         &self,
         owner: &Principal,
@@ -58,17 +58,21 @@ impl Sessions {
         request: ExecuteRequest,
         wait: Option<Duration>,
         cancel: CancellationToken,
-        news: News,
-    ) -> Result<Executed, Refused> {
+        progress: ProgressChannel,
+    ) -> Result<ExecutionReport, Refused> {
         let max_chars = request.max_output_chars;
         let (entry, execution) = self.submit_code(owner, id, request, &cancel)?;
         let _waits_for_it = execution.follow();
-        match ended(&entry, &execution, wait, Some(&cancel), &news).await {
+        match ended(&entry, &execution, wait, Some(&cancel), &progress).await {
             Some(ending) => {
                 let outcome = answer_at_once(&entry, &execution, &ending)?;
-                Ok(Executed::Finished(self.told(owner, id, outcome)))
+                Ok(ExecutionReport::Finished {
+                    session: id.clone(),
+                    outcome: self.told(owner, id, outcome),
+                    again: false,
+                })
             }
-            None => Ok(Executed::Underway(
+            None => Ok(ExecutionReport::Underway(
                 self.underway(id, &entry, &execution, max_chars).await,
             )),
         }
@@ -79,29 +83,29 @@ impl Sessions {
     pub async fn check(
         &self,
         owner: &Principal,
-        which: &Which,
+        which: &ExecutionRef,
         wait: Duration,
         max_chars: usize,
-        news: News,
-    ) -> Result<Checked, Refused> {
+        progress: ProgressChannel,
+    ) -> Result<ExecutionReport, Refused> {
         let (id, entry) = self.locate(owner, which)?;
         let execution = match which {
-            Which::Of(_) => entry.shared.docket.first(),
-            Which::This(handle) => entry.shared.docket.find(handle),
+            ExecutionRef::InSession(_) => entry.shared.registry.first(),
+            ExecutionRef::Handle(handle) => entry.shared.registry.find(handle),
         };
         let Some(execution) = execution else {
-            return Ok(Checked::Nothing);
+            return Ok(ExecutionReport::Nothing);
         };
         entry.shared.touch();
         let _waits_for_it = execution.follow();
-        let Some(ending) = ended(&entry, &execution, Some(wait), None, &news).await else {
-            return Ok(Checked::Underway(
+        let Some(ending) = ended(&entry, &execution, Some(wait), None, &progress).await else {
+            return Ok(ExecutionReport::Underway(
                 self.underway(&id, &entry, &execution, max_chars).await,
             ));
         };
-        let Collected { ending, again } = entry.shared.docket.collect(&execution, &ending);
+        let Collected { ending, again } = entry.shared.registry.collect(&execution, &ending);
         let outcome = self.told(owner, &id, ending?);
-        Ok(Checked::Finished {
+        Ok(ExecutionReport::Finished {
             session: id,
             outcome,
             again,
@@ -122,17 +126,17 @@ impl Sessions {
 
     /// Interrupts a running execution, or removes it from the queue. An execution that has ended is
     /// not affected.
-    pub async fn stop(&self, owner: &Principal, which: &Which) -> Result<(), Refused> {
+    pub async fn stop(&self, owner: &Principal, which: &ExecutionRef) -> Result<(), Refused> {
         let (_, entry) = self.locate(owner, which)?;
         let execution = match which {
-            Which::Of(_) => entry.shared.docket.first_under_way(),
-            Which::This(handle) => entry.shared.docket.find(handle),
+            ExecutionRef::InSession(_) => entry.shared.registry.first_in_progress(),
+            ExecutionRef::Handle(handle) => entry.shared.registry.find(handle),
         };
         if let Some(execution) = execution {
             // A driver that is gone has already ended it.
             let _ = entry
                 .commands
-                .send(Command::Cancel(execution.request))
+                .send(DriverCommand::Cancel(execution.request))
                 .await;
         }
         Ok(())
@@ -144,7 +148,7 @@ impl Sessions {
         id: &SessionId,
         request: ExecuteRequest,
         cancel: &CancellationToken,
-    ) -> Result<(Entry, Arc<Execution>), Refused> {
+    ) -> Result<(DriverHandle, Arc<Execution>), Refused> {
         if request.code.len() > LARGEST_CODE {
             return Err(Refused::CodeTooLarge {
                 size: request.code.len(),
@@ -158,7 +162,7 @@ impl Sessions {
         self.count_cell(owner)?;
         let execution = self
             .enter(&entry, request)
-            .map_err(|silence| self.explained(owner, id, silence))?;
+            .map_err(|error| self.explained(owner, id, error))?;
         Ok((entry, execution))
     }
 
@@ -166,30 +170,30 @@ impl Sessions {
     async fn underway(
         &self,
         id: &SessionId,
-        entry: &Entry,
+        entry: &DriverHandle,
         execution: &Execution,
         max_chars: usize,
     ) -> Underway {
         let (reply, answer) = oneshot::channel();
-        let look = Command::Look {
+        let look = DriverCommand::ReadNewOutput {
             request: execution.request,
             max_chars,
             reply,
         };
-        let glance = match entry.commands.send(look).await {
+        let delta = match entry.commands.send(look).await {
             Ok(()) => answer.await.ok().flatten().unwrap_or_default(),
-            Err(_) => Glance::default(),
+            Err(_) => OutputDelta::default(),
         };
         let mut waits_for = None;
         let (ahead, since) = match execution.stage() {
-            Stage::Waiting { ahead, held } => {
+            ExecutionStage::Waiting { ahead, held } => {
                 let is_starting = entry.shared.facts().state == SessionState::Starting;
                 let preparation = self.preparation();
                 waits_for = waiting_reason(ahead, held, is_starting, &preparation.borrow());
                 (ahead, execution.entered)
             }
-            Stage::Running { since } => (0, since),
-            Stage::Ended(_) => (0, execution.entered),
+            ExecutionStage::Running { since } => (0, since),
+            ExecutionStage::Ended(_) => (0, execution.entered),
         };
         Underway {
             handle: execution.handle.clone(),
@@ -199,22 +203,29 @@ impl Sessions {
             ahead,
             waits_for,
             elapsed: since.elapsed(),
-            text: glance.text,
-            omitted: glance.omitted,
-            asks: execution.questions().borrow().clone(),
-            others: Box::new(entry.shared.docket.others(execution)),
+            text: delta.text,
+            omitted: delta.omitted,
+            approvals: execution.approvals().borrow().clone(),
+            others: Box::new(entry.shared.registry.others(execution)),
         }
     }
 
-    /// Registers code in a session's `docket` and submits it.
-    fn enter(&self, entry: &Entry, request: ExecuteRequest) -> Result<Arc<Execution>, Silence> {
+    /// Registers code in a session's registry and submits it.
+    fn enter(
+        &self,
+        entry: &DriverHandle,
+        request: ExecuteRequest,
+    ) -> Result<Arc<Execution>, SubmitError> {
         let number = self.next_number();
-        let (execution, teller) = entry.shared.docket.enter(number, first_line(&request.code));
-        match self.submit_as(entry, number, Job::Execute { request, teller }) {
+        let (execution, reporter) = entry
+            .shared
+            .registry
+            .register(number, first_line(&request.code));
+        match self.submit_as(entry, number, Job::Execute { request, reporter }) {
             Ok(()) => Ok(execution),
-            Err(silence) => {
-                entry.shared.docket.withdraw(&execution);
-                Err(silence)
+            Err(error) => {
+                entry.shared.registry.withdraw(&execution);
+                Err(error)
             }
         }
     }
@@ -222,7 +233,7 @@ impl Sessions {
     /// Runs code in a session that only the caller can see.
     pub(super) async fn execute_in(
         &self,
-        entry: &Entry,
+        entry: &DriverHandle,
         request: ExecuteRequest,
         cancel: &CancellationToken,
     ) -> Result<Outcome, Refused> {
@@ -237,13 +248,13 @@ impl Sessions {
 /// Waits for the end of an execution for at most `wait`, or until an approval is requested. A
 /// cancelled token is forwarded, and the end is still awaited.
 async fn ended(
-    entry: &Entry,
+    entry: &DriverHandle,
     execution: &Execution,
     wait: Option<Duration>,
     cancel: Option<&CancellationToken>,
-    news: &News,
-) -> Option<Arc<Ending>> {
-    let patience = async {
+    progress: &ProgressChannel,
+) -> Option<Arc<ExecutionResult>> {
+    let timeout = async {
         match wait.and_then(|wait| Instant::now().checked_add(wait)) {
             Some(until) => tokio::time::sleep_until(until).await,
             None => std::future::pending().await,
@@ -251,15 +262,15 @@ async fn ended(
     };
     let cancelled = async {
         match cancel {
-            Some(cancel) => pass_on(entry, execution, cancel).await,
+            Some(cancel) => forward_cancel(entry, execution, cancel).await,
             None => std::future::pending().await,
         }
     };
     tokio::select! {
         biased;
-        ending = heard_out(execution, news) => Some(ending),
+        ending = follow_to_end(execution, progress) => Some(ending),
         never = cancelled => match never {},
-        () = patience => None,
+        () = timeout => None,
         () = asked(execution) => None,
     }
 }
@@ -267,18 +278,18 @@ async fn ended(
 /// Waits until an approval is requested, and a moment longer for other requests made at the same
 /// time.
 async fn asked(execution: &Execution) {
-    let mut questions = execution.questions();
+    let mut approvals = execution.approvals();
     loop {
         // The execution holds the sender, and the caller holds the execution.
-        let _ = questions.wait_for(|asks| !asks.is_empty()).await;
-        let latest = Instant::now() + LONGEST_TOGETHER;
+        let _ = approvals.wait_for(|asks| !asks.is_empty()).await;
+        let latest = Instant::now() + LONGEST_BATCH;
         let mut is_quiet = false;
         while !is_quiet && Instant::now() < latest {
-            is_quiet = tokio::time::timeout(TOGETHER, questions.changed())
+            is_quiet = tokio::time::timeout(BATCH_DELAY, approvals.changed())
                 .await
                 .is_err();
         }
-        if !questions.borrow_and_update().is_empty() {
+        if !approvals.borrow_and_update().is_empty() {
             return;
         }
     }
@@ -286,38 +297,42 @@ async fn asked(execution: &Execution) {
 
 /// Waits for the end of an execution without a time limit.
 async fn to_the_end(
-    entry: &Entry,
+    entry: &DriverHandle,
     execution: &Execution,
     cancel: &CancellationToken,
-) -> Arc<Ending> {
+) -> Arc<ExecutionResult> {
     tokio::select! {
         biased;
         ending = execution.ended() => ending,
-        never = pass_on(entry, execution, cancel) => match never {},
+        never = forward_cancel(entry, execution, cancel) => match never {},
     }
 }
 
 /// Interrupts an execution when the token is cancelled. Its end is still awaited.
-async fn pass_on(entry: &Entry, execution: &Execution, cancel: &CancellationToken) -> Infallible {
+async fn forward_cancel(
+    entry: &DriverHandle,
+    execution: &Execution,
+    cancel: &CancellationToken,
+) -> Infallible {
     cancel.cancelled().await;
     // A driver that is gone has already ended it.
     let _ = entry
         .commands
-        .send(Command::Cancel(execution.request))
+        .send(DriverCommand::Cancel(execution.request))
         .await;
     std::future::pending().await
 }
 
-/// Follows an execution to its end and forwards its progress to `news`.
-async fn heard_out(execution: &Execution, news: &News) -> Arc<Ending> {
+/// Follows an execution to its end and forwards its progress to `progress`.
+async fn follow_to_end(execution: &Execution, progress: &ProgressChannel) -> Arc<ExecutionResult> {
     let (mut stage, mut lines) = (execution.follow(), execution.lines());
     loop {
         let told = match &*stage.borrow_and_update() {
-            Stage::Ended(ending) => return ending.clone(),
-            Stage::Waiting { ahead, held } => waiting_news(*ahead, *held),
-            Stage::Running { .. } => lines.borrow_and_update().clone(),
+            ExecutionStage::Ended(ending) => return ending.clone(),
+            ExecutionStage::Waiting { ahead, held } => waiting_news(*ahead, *held),
+            ExecutionStage::Running { .. } => lines.borrow_and_update().clone(),
         };
-        news.send_if_modified(|known| {
+        progress.send_if_modified(|known| {
             let is_new = !told.is_empty() && *known != told;
             if is_new {
                 *known = told;
@@ -362,13 +377,13 @@ fn waiting_news(ahead: usize, held: bool) -> String {
 /// Returns the result to the call that started the execution. An execution that never ran is then
 /// removed from the registry.
 fn answer_at_once(
-    entry: &Entry,
+    entry: &DriverHandle,
     execution: &Arc<Execution>,
-    ending: &Ending,
+    ending: &ExecutionResult,
 ) -> Result<Outcome, Refused> {
     if let Err(refused) = ending {
-        entry.shared.docket.withdraw(execution);
+        entry.shared.registry.withdraw(execution);
         return Err(refused.clone());
     }
-    entry.shared.docket.collect(execution, ending).ending
+    entry.shared.registry.collect(execution, ending).ending
 }

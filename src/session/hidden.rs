@@ -9,21 +9,21 @@ use std::time::Duration;
 use tokio::sync::oneshot;
 use tokio_util::sync::CancellationToken;
 
-use super::driver::{Extent, Job, Origin};
-use super::manager::{Entry, Sessions};
-use super::{Asking, ExecuteRequest, InsidePath, Outcome, Refused, SessionId};
+use super::driver::{Job, ReadExtent, SessionOrigin};
+use super::manager::{DriverHandle, Sessions};
+use super::{Approver, ExecuteRequest, InsidePath, Outcome, Refused, SessionId};
 use crate::sandbox::Rules;
 
 /// A session that only its creator can access. Dropping it destroys it.
 pub struct Hidden {
     sessions: Sessions,
-    entry: Entry,
+    entry: DriverHandle,
 }
 
 impl Sessions {
     /// Creates a fresh hidden session whose network access is limited to `rules`.
     pub fn hidden(&self, rules: Rules) -> Result<Hidden, Refused> {
-        let origin = Origin::Hidden {
+        let origin = SessionOrigin::Hidden {
             backend: self.backend(),
             rules,
         };
@@ -47,7 +47,7 @@ impl Hidden {
             code: code.to_owned(),
             timeout,
             max_output_chars,
-            asking: Asking::Nobody,
+            asking: Approver::Nobody,
             rules: None,
             recorder: Default::default(),
         };
@@ -78,7 +78,7 @@ impl Hidden {
     /// Copies a file of at most `limit` bytes from the working folder.
     pub async fn read(&self, path: &InsidePath, limit: u64) -> Result<File, Refused> {
         let (reply, answer) = oneshot::channel();
-        let what = Extent::Whole { limit };
+        let what = ReadExtent::Whole { limit };
         let received = self
             .ask(
                 Job::Read {

@@ -19,7 +19,7 @@ const LONGEST_LINE: usize = 80;
 
 /// A copy of a session.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Copy {
+pub(super) struct KeptState {
     pub(super) checkpoint: CheckpointId,
     pub(super) made: Instant,
     /// What the copy lacks, as claimed by the runner when it was made.
@@ -32,10 +32,10 @@ pub(super) struct Copy {
     pub(super) packages: Vec<String>,
 }
 
-impl Copy {
+impl KeptState {
     /// Creates a copy that was made just now and lacks nothing.
-    pub(super) fn new(checkpoint: CheckpointId) -> Copy {
-        Copy {
+    pub(super) fn new(checkpoint: CheckpointId) -> KeptState {
+        KeptState {
             checkpoint,
             made: Instant::now(),
             lost: Vec::new(),
@@ -49,7 +49,7 @@ impl Copy {
 #[derive(Debug, Default)]
 pub(super) struct History {
     /// Oldest first.
-    copies: VecDeque<Copy>,
+    copies: VecDeque<KeptState>,
     /// Oldest first.
     cells: VecDeque<Cell>,
     /// The copy of the current state, if there is one.
@@ -65,7 +65,7 @@ struct Cell {
 impl History {
     /// Adds a copy of the current state. Returns the copies to drop so that at most `most` are kept
     /// beside it.
-    pub(super) fn copied(&mut self, copy: Copy, most: usize) -> Vec<CheckpointId> {
+    pub(super) fn copied(&mut self, copy: KeptState, most: usize) -> Vec<CheckpointId> {
         self.present = Some(copy.checkpoint);
         self.copies.push_back(copy);
         self.forget_beyond(most + 1)
@@ -90,7 +90,7 @@ impl History {
     }
 
     /// Returns the copy that precedes the last `cells` cells.
-    pub(super) fn before(&self, cells: u32) -> Option<&Copy> {
+    pub(super) fn before(&self, cells: u32) -> Option<&KeptState> {
         let place = self.cells.len().checked_sub(usize::try_from(cells).ok()?)?;
         let checkpoint = self.cells.get(place)?.before?;
         self.copies
@@ -99,7 +99,7 @@ impl History {
     }
 
     /// Returns the copy of the current state, if forks can be made from it.
-    pub(super) fn whole(&self) -> Option<&Copy> {
+    pub(super) fn whole(&self) -> Option<&KeptState> {
         self.copies
             .iter()
             .find(|copy| Some(copy.checkpoint) == self.present && copy.whole)
@@ -263,7 +263,7 @@ mod tests {
             let gone = match step.split_once(' ') {
                 Some(("copy", number)) => {
                     let checkpoint = CheckpointId(number.parse().unwrap());
-                    history.copied(Copy::new(checkpoint), most)
+                    history.copied(KeptState::new(checkpoint), most)
                 }
                 Some(("cell", code)) => history.began(code, most),
                 _ => {

@@ -92,7 +92,7 @@ impl Sessions {
                     owner,
                     &op.session,
                     op.requirements,
-                    op.leave,
+                    op.approval,
                     cancel,
                     &report,
                 );

@@ -62,19 +62,19 @@ pub(super) enum BadImage {
 }
 
 /// Checks the images of one cell, and scales them down if necessary.
-pub(super) async fn develop_all(images: Vec<Vec<u8>>) -> Vec<Result<Image, BadImage>> {
-    develop_within(images, &DECODERS, BUDGET).await
+pub(super) async fn encode_all(images: Vec<Vec<u8>>) -> Vec<Result<Image, BadImage>> {
+    encode_within(images, &DECODERS, BUDGET).await
 }
 
-async fn develop_within(
+async fn encode_within(
     images: Vec<Vec<u8>>,
     decoders: &'static Semaphore,
     budget: Duration,
 ) -> Vec<Result<Image, BadImage>> {
     let mut spent = Duration::ZERO;
-    let mut developed = Vec::with_capacity(images.len());
+    let mut encoded = Vec::with_capacity(images.len());
     for bytes in images {
-        developed.push(if spent >= budget {
+        encoded.push(if spent >= budget {
             Err(BadImage::OutOfTime)
         } else {
             // One permit per image rather than per cell, so that cells take turns.
@@ -82,7 +82,7 @@ async fn develop_within(
                 Ok(Ok(place)) => {
                     let decoded = tokio::task::spawn_blocking(move || {
                         let before = thread_time();
-                        let image = develop(bytes);
+                        let image = encode(bytes);
                         drop(place);
                         (image, thread_time().saturating_sub(before))
                     });
@@ -94,7 +94,7 @@ async fn develop_within(
             }
         });
     }
-    developed
+    encoded
 }
 
 fn thread_time() -> Duration {
@@ -107,7 +107,7 @@ fn thread_time() -> Duration {
 
 /// Checks an image and scales it down if necessary. This is CPU-bound; call it where blocking is
 /// allowed.
-pub(super) fn develop(bytes: Vec<u8>) -> Result<Image, BadImage> {
+pub(super) fn encode(bytes: Vec<u8>) -> Result<Image, BadImage> {
     let (format, kind) = match image::guess_format(&bytes) {
         Ok(ImageFormat::Png) => (ImageFormat::Png, ImageType::Png),
         Ok(ImageFormat::Jpeg) => (ImageFormat::Jpeg, ImageType::Jpeg),
@@ -273,7 +273,7 @@ pub(super) mod tests {
     #[test]
     fn a_small_image_passes_unchanged() {
         let bytes = png(64, 48, false);
-        let image = develop(bytes.clone()).unwrap();
+        let image = encode(bytes.clone()).unwrap();
         assert_eq!(
             (image.kind, image.width, image.height, image.scaled_from),
             (ImageType::Png, 64, 48, None)
@@ -283,7 +283,7 @@ pub(super) mod tests {
 
     #[test]
     fn a_large_image_is_scaled_and_keeps_its_shape() {
-        let image = develop(png(3136, 784, false)).unwrap();
+        let image = encode(png(3136, 784, false)).unwrap();
         assert_eq!(
             (image.width, image.height, image.scaled_from),
             (1568, 392, Some((3136, 784)))
@@ -294,7 +294,7 @@ pub(super) mod tests {
     fn an_image_with_too_many_bytes_is_scaled_until_it_fits() {
         let bytes = png(1400, 1200, true);
         assert!(bytes.len() > MOST_BYTES);
-        let image = develop(bytes).unwrap();
+        let image = encode(bytes).unwrap();
         assert!(image.bytes.len() <= MOST_BYTES);
         assert_eq!(image.scaled_from, Some((1400, 1200)));
     }
@@ -349,7 +349,7 @@ pub(super) mod tests {
             (animated_webp(6, 4, 2), Some(2)),
             (animated_webp(6, 4, 1), None),
         ] {
-            let image = develop(bytes).unwrap();
+            let image = encode(bytes).unwrap();
             assert_eq!(
                 (image.kind, image.width, image.height, image.scaled_from),
                 (ImageType::Png, 6, 4, None)
@@ -364,7 +364,7 @@ pub(super) mod tests {
                 "a GIF has a palette, which need not be exact"
             );
         }
-        let large = develop(gif(1600, 8, 2)).unwrap();
+        let large = encode(gif(1600, 8, 2)).unwrap();
         assert_eq!(
             (large.width, large.scaled_from, large.frames),
             (1568, Some((1600, 8)), Some(2))
@@ -376,7 +376,7 @@ pub(super) mod tests {
         for whole in [gif(6, 4, 2), animated_webp(6, 4, 2)] {
             for length in [7, 14, 20, 30] {
                 assert_eq!(
-                    develop(whole[..length].to_vec()),
+                    encode(whole[..length].to_vec()),
                     Err(BadImage::Corrupt),
                     "{length} bytes"
                 );
@@ -385,7 +385,7 @@ pub(super) mod tests {
         let mut screen = gif(6, 4, 1);
         screen[6..10].copy_from_slice(&[0xff; 4]);
         assert_eq!(
-            develop(screen),
+            encode(screen),
             Err(BadImage::TooLarge {
                 width: 65535,
                 height: 65535
@@ -398,7 +398,7 @@ pub(super) mod tests {
             .position(|part| part == [0x2c, 0, 0, 0, 0, 6, 0, 4, 0])
             .unwrap();
         picture[descriptor + 5..descriptor + 9].copy_from_slice(&[0xff; 4]);
-        assert!(develop(picture).is_err());
+        assert!(encode(picture).is_err());
         // Structures that point back, or nowhere, end the counting.
         assert_eq!(gif_frames(&[0xff; 40]), None);
         assert_eq!(gif_frames(b"GIF89a"), None);
@@ -407,12 +407,12 @@ pub(super) mod tests {
 
     #[test]
     fn corrupt_bytes_and_bombs_are_refused() {
-        assert_eq!(develop(b"no image".to_vec()), Err(BadImage::Corrupt));
+        assert_eq!(encode(b"no image".to_vec()), Err(BadImage::Corrupt));
         let mut cut = png(64, 48, true);
         cut.truncate(cut.len() / 2);
-        assert_eq!(develop(cut), Err(BadImage::Corrupt));
+        assert_eq!(encode(cut), Err(BadImage::Corrupt));
         assert_eq!(
-            develop(png_that_claims(65_536, 65_536)),
+            encode(png_that_claims(65_536, 65_536)),
             Err(BadImage::TooLarge {
                 width: 65536,
                 height: 65536
@@ -432,7 +432,7 @@ pub(super) mod tests {
 
     #[test]
     fn more_than_32_megapixels_are_refused_in_words_before_decoding() {
-        let refused = develop(png_that_claims(16_000, 16_000)).unwrap_err();
+        let refused = encode(png_that_claims(16_000, 16_000)).unwrap_err();
         assert_eq!(
             refused,
             BadImage::TooLarge {
@@ -447,12 +447,12 @@ pub(super) mod tests {
             "{refused}"
         );
         assert!(matches!(
-            develop(png_that_claims(8_000, 4_001)),
+            encode(png_that_claims(8_000, 4_001)),
             Err(BadImage::TooLarge { .. })
         ));
         // One pixel row less passes the header check; its pixels are missing.
         assert_eq!(
-            develop(png_that_claims(8_000, 4_000)),
+            encode(png_that_claims(8_000, 4_000)),
             Err(BadImage::Corrupt),
             "control"
         );
@@ -467,12 +467,12 @@ pub(super) mod tests {
             .unwrap();
         assert_eq!(scans(&bytes), 1);
         assert_eq!(
-            develop(bytes.clone()).unwrap().width,
+            encode(bytes.clone()).unwrap().width,
             LONGEST_SIDE,
             "control"
         );
         bytes.extend([0xff, 0xda].repeat(24));
-        assert_eq!(develop(bytes), Err(BadImage::TooManyScans));
+        assert_eq!(encode(bytes), Err(BadImage::TooManyScans));
     }
 
     #[tokio::test(start_paused = true)]
@@ -480,12 +480,12 @@ pub(super) mod tests {
         let decoders: &'static Semaphore = Box::leak(Box::new(Semaphore::new(0)));
         let one = || vec![png(64, 48, false)];
         assert_eq!(
-            develop_within(one(), decoders, BUDGET).await,
+            encode_within(one(), decoders, BUDGET).await,
             [Err(BadImage::Busy)]
         );
         decoders.add_permits(1);
         assert!(
-            develop_within(one(), decoders, BUDGET).await[0].is_ok(),
+            encode_within(one(), decoders, BUDGET).await[0].is_ok(),
             "control"
         );
         assert_eq!(decoders.available_permits(), 1);
@@ -495,9 +495,9 @@ pub(super) mod tests {
     async fn the_images_of_a_cell_have_a_budget() {
         let decoders: &'static Semaphore = Box::leak(Box::new(Semaphore::new(1)));
         let three = || vec![png(64, 48, false); 3];
-        let all = develop_within(three(), decoders, BUDGET).await;
+        let all = encode_within(three(), decoders, BUDGET).await;
         assert!(all.iter().all(Result::is_ok), "control");
-        let some = develop_within(three(), decoders, Duration::from_nanos(1)).await;
+        let some = encode_within(three(), decoders, Duration::from_nanos(1)).await;
         assert!(some[0].is_ok());
         assert_eq!(
             some[1..],

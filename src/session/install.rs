@@ -11,7 +11,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::driver::Job;
 use super::manager::Sessions;
-use super::{Asking, Decision, Principal, Refused, Ruling, SessionId, SessionState};
+use super::{Approver, Decision, Principal, Refused, Ruling, SessionId, SessionState};
 
 /// An installation request.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -45,7 +45,7 @@ pub enum InstallError {
 }
 
 /// Installs packages where sandboxes can see them.
-pub trait Installer: Send + Sync {
+pub trait PackageInstaller: Send + Sync {
     /// Installs the requested packages. `tell` receives each step as a sentence.
     fn install<'a>(
         &'a self,
@@ -78,23 +78,23 @@ pub(super) fn check_bounds(requirements: &[String]) -> Result<(), InstallError> 
 
 /// Source of packages for sessions, if there is one.
 #[derive(Clone, Default)]
-pub struct Source(pub Option<Arc<dyn Installer>>);
+pub struct PackageSource(pub Option<Arc<dyn PackageInstaller>>);
 
-impl fmt::Debug for Source {
+impl fmt::Debug for PackageSource {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         formatter.write_str(if self.0.is_some() {
-            "Source(an installer)"
+            "PackageSource(an installer)"
         } else {
-            "Source(nothing)"
+            "PackageSource(nothing)"
         })
     }
 }
 
 /// Approval of an installation.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Leave {
+pub struct InstallApproval {
     /// Whether a person can be asked.
-    pub asking: Asking,
+    pub asking: Approver,
     /// The answer to the earlier approval request.
     pub answer: Option<Decision>,
 }
@@ -130,16 +130,16 @@ impl Sessions {
         owner: &Principal,
         id: &SessionId,
         requirements: Vec<String>,
-        leave: Leave,
+        approval: InstallApproval,
         cancel: CancellationToken,
         tell: &(dyn Fn(String) + Send + Sync),
     ) -> Result<InstallReport, Refused> {
         let installer = self.packages().0.ok_or(Refused::NoPackages)?;
         check_bounds(&requirements).map_err(Refused::Install)?;
         let entry = self.find_or_create(owner, id)?;
-        let Leave { asking, answer } = leave;
+        let InstallApproval { asking, answer } = approval;
         let ruling =
-            self.leave_to_install((owner, id), &entry.shared, &requirements, asking, answer)?;
+            self.approve_install((owner, id), &entry.shared, &requirements, asking, answer)?;
         // A session that cannot start does not need packages, and its error says why.
         if entry.shared.facts().state == SessionState::Starting {
             let (reply, answer) = oneshot::channel();
@@ -154,7 +154,7 @@ impl Sessions {
                     &cancel,
                 )
                 .await;
-            started.unwrap_or_else(|silence| Err(self.explained(owner, id, silence)))?;
+            started.unwrap_or_else(|error| Err(self.explained(owner, id, error)))?;
         }
         let has = entry.shared.facts().packages.clone();
         let request = InstallRequest {
@@ -183,7 +183,7 @@ impl Sessions {
         let LoadedModules {
             all: loaded,
             preloaded,
-        } = added.unwrap_or_else(|silence| Err(self.explained(owner, id, silence)))?;
+        } = added.unwrap_or_else(|error| Err(self.explained(owner, id, error)))?;
         note_requested(&mut entry.shared.facts().requested, requirements);
         Ok(InstallReport {
             text,

@@ -8,9 +8,9 @@
 //!
 //! Each session has one task, the driver, and only the driver changes its state. All other code
 //! goes through `Sessions`, which finds, creates and limits sessions. A caller that disconnects can
-//! pick its execution up again from the execution registry (`docket`). `accounts` tracks usage per
-//! principal, `turns` schedules cells. `state` decides, `driver` acts, `output` collects a cell's
-//! output within limits.
+//! pick its execution up again from the execution registry (`executions`). `accounts` tracks usage
+//! per principal, `scheduler` decides which cell runs next. `state` decides, `driver` acts,
+//! `output` collects a cell's output within limits.
 //!
 //! A session can branch. Before a cell changes its state, the state is copied (`history` records
 //! which copy precedes which cell), and `undo` replaces the session's state with a copy. A fork is
@@ -23,8 +23,8 @@
 mod accounts;
 mod approvals;
 mod branch;
-mod docket;
 mod driver;
+mod executions;
 mod explore;
 mod follow;
 mod hidden;
@@ -39,7 +39,9 @@ mod ledger;
 mod manager;
 mod outcome;
 mod output;
+mod refused;
 mod rich;
+mod scheduler;
 mod serial;
 pub mod servers;
 pub mod shell;
@@ -49,7 +51,6 @@ mod terminal;
 #[cfg(test)]
 mod tests;
 pub mod tools;
-mod turns;
 mod underway;
 mod uploads;
 
@@ -59,12 +60,12 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-pub use crate::ops::News;
-use crate::runner_client::FileFailure;
-use crate::sandbox::{LaunchError, Rules};
+pub use crate::ops::ProgressChannel;
+use crate::sandbox::Rules;
 pub use accounts::{LimitSetup, Quota, Quotas, Usage};
 pub use approvals::{
-    ApprovalSetup, Approvals, AskId, Asked, Asking, Decided, DecidedBy, Decision, InForce, Ruling,
+    ApprovalId, ApprovalRequest, ApprovalSetup, Approvals, Approver, DecideReport, DecidedBy,
+    Decision, InForce, Ruling,
 };
 pub use branch::*;
 pub use hidden::Hidden;
@@ -73,6 +74,7 @@ pub(crate) use ledger::Attached;
 pub use ledger::{ExecutionEnded, Ledger, RecordEnding, RecorderId};
 pub use manager::Sessions;
 pub use outcome::*;
+pub use refused::{Refused, Remedy, Retry};
 pub use spool::FullOutput;
 pub use underway::*;
 pub use uploads::{UploadPart, Uploaded};
@@ -269,7 +271,7 @@ pub struct SessionSettings {
     /// Memory limit of a sandbox in bytes, if there is one. Old copies are discarded before it is
     /// reached.
     pub memory_limit: Option<u64>,
-    pub packages: install::Source,
+    pub packages: install::PackageSource,
     pub approvals: InForce,
     pub tools: tools::Tools,
     /// Limits per principal.
@@ -293,7 +295,7 @@ impl Default for SessionSettings {
             undo: Undo::default(),
             explore_parallel: 4,
             memory_limit: None,
-            packages: install::Source::default(),
+            packages: install::PackageSource::default(),
             approvals: InForce::default(),
             tools: tools::Tools::default(),
             quotas: Quotas::default(),
@@ -311,7 +313,7 @@ pub struct ExecuteRequest {
     pub max_output_chars: usize,
     /// Whether a person can be asked to approve actions of the code.
     #[serde(default)]
-    pub asking: Asking,
+    pub asking: Approver,
     /// Network rules of the session from this cell on, within the operator's rules. Applied when
     /// the cell starts.
     #[serde(default, with = "serial::optional_rules")]
@@ -345,26 +347,6 @@ impl SessionState {
     }
 }
 
-/// The action to retry once the session is free; the last part of a refusal.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Retry {
-    Fork,
-    Undo,
-    ListFiles,
-    SendUploadPart,
-}
-
-impl fmt::Display for Retry {
-    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter.write_str(match self {
-            Retry::Fork => "fork",
-            Retry::Undo => "undo",
-            Retry::ListFiles => "list its files",
-            Retry::SendUploadPart => "send this part again",
-        })
-    }
-}
-
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct SessionInfo {
     pub id: SessionId,
@@ -386,7 +368,7 @@ pub struct SessionInfo {
 
 /// A session and its owner.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Resident {
+pub struct SessionSummary {
     pub owner: Principal,
     pub id: SessionId,
     /// Whether code runs in it or is queued.
@@ -401,305 +383,4 @@ pub struct ResetReport {
     /// Nothing was started, because there was no session. The next cell creates one.
     #[serde(default)]
     pub had_no_session: bool,
-}
-
-/// Reason why a request to a session was not carried out. The request had no effect unless the text
-/// says so.
-#[derive(Debug, Clone, thiserror::Error, Serialize, Deserialize)]
-pub enum Refused {
-    #[error(
-        "there is no session `{id}`. Run a cell with this session_id to create it, or use \
-         `list_sessions` to see the existing ones"
-    )]
-    Unknown { id: SessionId },
-    #[error("this session ended because {why}. {}", way_back(.id, *.undo))]
-    Ended {
-        id: SessionId,
-        why: String,
-        /// Whether an earlier state can be restored.
-        undo: bool,
-    },
-    #[error("the process that keeps the sessions does not answer at present. \
-             {}", unanswered(*.sent))]
-    Unresponsive {
-        /// The request was sent before the failure was noticed, so it may have been carried out.
-        sent: bool,
-    },
-    #[error(
-        "there is no such execution. It is not known here, its session is gone, or it ended too \
-         long ago; `list_sessions` shows the sessions that exist"
-    )]
-    UnknownExecution,
-    #[error("{}", too_many(*.limit, *.own, .oldest_idle))]
-    TooManySessions {
-        limit: usize,
-        /// How many of them belong to the caller.
-        own: usize,
-        oldest_idle: Vec<SessionId>,
-    },
-    #[error("{}", accounts::Told { which, limit: *limit, used: *used, retry_after: *retry_after })]
-    Quota {
-        which: Quota,
-        limit: u64,
-        used: u64,
-        /// When capacity becomes available again, if that only takes time.
-        retry_after: Option<Duration>,
-    },
-    #[error(
-        "{waiting} requests are already waiting for this session. Wait for some of them to finish, \
-         or use another session_id"
-    )]
-    Busy { waiting: usize },
-    #[error(
-        "the server is too busy: {waiting} cells already wait for a place to run. This one has not \
-         run; try again in {} s",
-        .retry_after.as_secs().max(1)
-    )]
-    Crowded {
-        waiting: usize,
-        retry_after: Duration,
-    },
-    #[error(
-        "the code has {size} bytes and at most {LARGEST_CODE} are accepted. Upload the data as a \
-         file and read it from a short cell"
-    )]
-    CodeTooLarge { size: usize },
-    #[error("no Python could be started: {}{}", .0, next_attempt(.0))]
-    Launch(#[from] LaunchError),
-    #[error("the request was cancelled while it waited for its turn. It has not run")]
-    CancelledWhileWaiting,
-    #[error(
-        "the session was reset while this request waited for its turn. It has not run; send it \
-         again if it is still wanted"
-    )]
-    ResetWhileWaiting,
-    #[error("the session was closed while this request waited for its turn. It has not run")]
-    ClosedWhileWaiting,
-    #[error(
-        "the session was reset during the file transfer. Nothing can be said about the file; look \
-         at it before you rely on it"
-    )]
-    ResetDuringTransfer,
-    #[error("`{path}`: {}", file_trouble(*.reason, .detail))]
-    File {
-        path: InsidePath,
-        reason: FileFailure,
-        detail: String,
-    },
-    #[error("the file could not be read or stored on the server's side: {why}")]
-    Transfer { why: String },
-    #[error(
-        "the upload stands at byte {expected}, and this part begins elsewhere. Send the part that \
-         begins there, or begin anew at 0"
-    )]
-    UploadOffset { expected: u64 },
-    #[error("the upload is larger than may be stored, and was given up")]
-    UploadTooLarge,
-    #[error(
-        "{limit} uploads are unfinished already. Finish one, or wait an hour until they are \
-         forgotten"
-    )]
-    TooManyUploads { limit: usize },
-    #[error("a cell is running in `{id}`; wait for it or interrupt it, then {then}")]
-    CellRunning { id: SessionId, then: Retry },
-    #[error("`{id}` is busy with a file, a fork or a restart; wait for it, then {then}")]
-    Occupied { id: SessionId, then: Retry },
-    #[error("{count} forks were asked for; between 1 and {MOST_FORKS} can be made at once")]
-    ForkCount { count: usize },
-    #[error(
-        "no session was forked, because the name `{id}` is in use. Choose another name, or close \
-         that session first"
-    )]
-    NameTaken { id: SessionId },
-    #[error("`{id}` could not be copied: {why}. It goes on as before")]
-    CannotCopy { id: SessionId, why: String },
-    #[error("undo is switched off on this server, so no earlier state of `{id}` was kept")]
-    UndoOff { id: SessionId },
-    #[error("{}", nothing_to_undo(.id, *.cells, .possible, .why))]
-    NothingToUndo {
-        id: SessionId,
-        /// The number of cells that the call asked to undo.
-        cells: u32,
-        /// The numbers of cells that can be undone.
-        possible: Vec<u32>,
-        /// Why earlier states could not be kept, if known.
-        why: Option<String>,
-    },
-    #[error("nothing was explored: {why}")]
-    Explore { why: String },
-    #[error(
-        "packages cannot be installed on this server; sessions have what its environment holds"
-    )]
-    NoPackages,
-    #[error("{0}")]
-    Install(install::InstallError),
-    #[error("nothing was done yet: a person must allow it first, because of {}", .asked.line)]
-    Ask {
-        session: SessionId,
-        asked: Box<Asked>,
-    },
-    #[error("{text}")]
-    NotApproved { text: String, ruling: Box<Ruling> },
-    #[error("the packages could not be added to the session: {why}")]
-    NotAdded { why: String },
-    #[error(
-        "the session's network was not changed: `{rule}` goes beyond what this server allows. Ask \
-         for less, or have the operator allow it"
-    )]
-    BeyondRules { rule: String },
-    #[error("other MCP servers cannot be used on this server")]
-    NoServers,
-    #[error("{why}")]
-    Server { why: String },
-    #[error("the approvals were not taken over: {why}")]
-    Approvals { why: String },
-    #[error(
-        "the session has no MCP server or tool `{name}`, so no fork of it can have it; \
-         `list_mcp_servers` names those that are registered"
-    )]
-    NoServer { name: String },
-    #[error(
-        "nothing was executed, because the server cannot record what is done. Try again later; its \
-         operator has been told"
-    )]
-    NotRecorded,
-    #[error("the server is shutting down; no new requests are accepted")]
-    ShuttingDown,
-    #[error("the server is ending, and this session with it: what runs in it is stopped, and \
-             {}", lost_with_server(*.files_kept))]
-    EndsWithServer {
-        /// The working folder belongs to the operator.
-        files_kept: bool,
-    },
-}
-
-fn lost_with_server(files_kept: bool) -> &'static str {
-    match files_kept {
-        true => "its variables are lost; files in the working folder are kept",
-        false => "its variables and files are lost",
-    }
-}
-
-/// Returns the hint that a failed preparation is retried.
-fn next_attempt(error: &LaunchError) -> &'static str {
-    match error {
-        LaunchError::Preparation { .. } => {
-            "\nNothing was executed. The server prepares Python again by itself and with the next \
-             call; if this stays, its \
-             operator must act"
-        }
-        _ => "",
-    }
-}
-
-fn unanswered(sent: bool) -> &'static str {
-    match sent {
-        true => {
-            "Whether this was carried out is not known, and nothing is known to be lost. Try again \
-             in a moment; `check_execution` \
-             tells what became of a cell"
-        }
-        false => "Nothing of this was carried out. Try again in a moment",
-    }
-}
-
-/// Returns the instructions for continuing with a session that ended.
-fn way_back(id: &SessionId, undo: bool) -> String {
-    if undo {
-        format!(
-            "Call `undo` with session_id `{id}` to bring back its last kept state, or `reset` to \
-             start it anew"
-        )
-    } else {
-        format!("Call `reset` with session_id `{id}` to start it anew")
-    }
-}
-
-fn nothing_to_undo(id: &SessionId, cells: u32, possible: &[u32], why: &Option<String>) -> String {
-    let why = why
-        .as_ref()
-        .map(|why| format!(" ({why})"))
-        .unwrap_or_default();
-    let plural = |cells: u32| {
-        if cells == 1 {
-            "1 cell".to_owned()
-        } else {
-            format!("{cells} cells")
-        }
-    };
-    let gapless = possible
-        .iter()
-        .zip(1..)
-        .all(|(number, place)| *number == place);
-    match possible.last() {
-        None => format!("nothing in `{id}` can be undone: no earlier state of it is kept{why}"),
-        Some(most) if gapless => {
-            format!(
-                "{} of `{id}` cannot be undone; at most {} can{why}",
-                plural(cells),
-                plural(*most)
-            )
-        }
-        Some(_) => {
-            let numbers = possible
-                .iter()
-                .map(u32::to_string)
-                .collect::<Vec<_>>()
-                .join(", ");
-            format!(
-                "{} of `{id}` cannot be undone{why}. These numbers of cells can: {numbers}",
-                plural(cells)
-            )
-        }
-    }
-}
-
-fn too_many(limit: usize, own: usize, oldest_idle: &[SessionId]) -> String {
-    let names = oldest_idle
-        .iter()
-        .map(|id| format!("`{id}`"))
-        .collect::<Vec<_>>()
-        .join(", ");
-    let cure = match own {
-        0 => "None of them is yours: try again later, or ask the server's operator to raise \
-              `max_sessions`"
-            .to_owned(),
-        _ if names.is_empty() => format!(
-            "{own} of them are yours, and none of yours is idle: wait for a running cell to \
-             finish, then close its session with `close_session`"
-        ),
-        _ => format!(
-            "Close one with `close_session` (idle the longest: {names}), or go on in an \
-                      existing session"
-        ),
-    };
-    format!(
-        "no new session was created, because {limit} sessions exist on this server and no more are \
-         allowed. {cure}"
-    )
-}
-
-fn file_trouble(reason: FileFailure, detail: &str) -> String {
-    let what = match reason {
-        FileFailure::Missing => "there is no such file in the working folder",
-        FileFailure::NotAFile => "it is not a regular file, and only regular files can be copied",
-        // The runner's detail repeats this reason.
-        FileFailure::Exists => {
-            return "it exists already. Choose another name, or give `overwrite: true`".to_owned();
-        }
-        FileFailure::Outside => {
-            "the path leads out of the working folder, and links are not followed"
-        }
-        FileFailure::TooLarge => "the file is larger than may be copied",
-        FileFailure::NoSpace => {
-            "the working folder has no space left. Delete some files and try again"
-        }
-        FileFailure::Denied => "the session may not access this file",
-        FileFailure::Other => "the file could not be copied",
-    };
-    if detail.is_empty() {
-        what.to_owned()
-    } else {
-        format!("{what} ({detail})")
-    }
 }

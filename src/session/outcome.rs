@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::Others;
 use super::tools::ToolCalls;
+use super::{Others, Remedy};
 use crate::sandbox::{Blocked, Exit, Isolation, MemoryUse};
 
 /// Everything about one finished execution.
@@ -38,13 +38,29 @@ pub struct Outcome {
     #[serde(default)]
     pub rulings: Vec<super::Ruling>,
     /// Notes for the reader, such as "this is a new session".
-    pub notes: Vec<String>,
+    pub notes: Vec<OutcomeNote>,
     /// The first line of its code.
     #[serde(default)]
     pub first_line: String,
     /// The session's other executions when the outcome is reported.
     #[serde(default)]
     pub others: Others,
+}
+
+/// A note about the session in the outcome of a cell.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct OutcomeNote {
+    /// Sentences that state facts.
+    pub text: String,
+    /// What the caller can do about it. A front words it with the names of its tools.
+    #[serde(default)]
+    pub remedy: Option<Remedy>,
+}
+
+impl From<String> for OutcomeNote {
+    fn from(text: String) -> OutcomeNote {
+        OutcomeNote { text, remedy: None }
+    }
 }
 
 #[derive(
@@ -94,7 +110,7 @@ pub enum Status {
         exit: Exit,
     },
     /// The runner sent an invalid frame; the interpreter was killed.
-    Nonsense {
+    ProtocolError {
         what: String,
     },
     /// The session was reset while the code ran: variables are gone, files are kept.
@@ -115,7 +131,7 @@ impl Status {
                 exit: Exit::OutOfMemory { .. } | Exit::OutOfMemoryOutside { .. },
             } => StatusKind::OutOfMemory,
             Status::Died { .. } => StatusKind::Died,
-            Status::Nonsense { .. } => StatusKind::ProtocolError,
+            Status::ProtocolError { .. } => StatusKind::ProtocolError,
             Status::Reset => StatusKind::Reset,
             Status::Closed => StatusKind::Closed,
         }

@@ -1,8 +1,9 @@
 //! Collects the output of a cell within limits.
 //!
 //! Text takes three paths: all of it into the spool, its size into the totals, and into the buffer
-//! (`Page`), which keeps the head and the tail when there is more than the caller wants. The buffer
-//! may exceed the limit while it is filled, so that cutting is rare; the last cut is exact.
+//! (`OutputBuffer`), which keeps the head and the tail when there is more than the caller wants.
+//! The buffer may exceed the limit while it is filled, so that cutting is rare; the last cut is
+//! exact.
 //!
 //! The current line stays open until it ends, because a carriage return restarts it: a progress bar
 //! leaves its last state. Memory use is bounded regardless of the amount of output. Images are
@@ -32,7 +33,7 @@ const LONGEST_TOLD_LINE: usize = 200;
 
 /// Output since the previous look.
 #[derive(Debug, Default, PartialEq, Eq)]
-pub(super) struct Glance {
+pub(super) struct OutputDelta {
     /// The newest part of it.
     pub(super) text: String,
     /// Number of characters that are not in `text`.
@@ -41,7 +42,7 @@ pub(super) struct Glance {
 
 /// Read position in an execution's text.
 #[derive(Debug, Default)]
-pub(super) struct Seen {
+pub(super) struct OutputCursor {
     /// Bytes and characters of the spool.
     bytes: u64,
     chars: u64,
@@ -50,25 +51,25 @@ pub(super) struct Seen {
 }
 
 /// The collected output of one execution.
-pub(super) struct Gathered {
-    pub(super) draft: Draft,
+pub(super) struct CollectedOutput {
+    pub(super) raw: RawOutput,
     pub(super) text: std::io::Result<FullOutput>,
     /// The sources of figures.
     pub(super) figures: Vec<FullOutput>,
 }
 
 /// Collects the output of one execution.
-pub(super) struct Gatherer {
+pub(super) struct OutputCollector {
     terminals: [Terminal; 2],
-    page: Page,
+    buffer: OutputBuffer,
     figures: Vec<FullOutput>,
 }
 
-impl Gatherer {
-    pub(super) fn new(max_chars: usize) -> Gatherer {
-        Gatherer {
+impl OutputCollector {
+    pub(super) fn new(max_chars: usize) -> OutputCollector {
+        OutputCollector {
             terminals: Default::default(),
-            page: Page::new(max_chars),
+            buffer: OutputBuffer::new(max_chars),
             figures: Vec::new(),
         }
     }
@@ -79,8 +80,8 @@ impl Gatherer {
             Pipe::Out => Stream::Stdout,
             Pipe::Err => Stream::Stderr,
         };
-        let page = &mut self.page;
-        self.terminals[pipe as usize].read(bytes, |piece| page.type_on(stream, piece));
+        let buffer = &mut self.buffer;
+        self.terminals[pipe as usize].read(bytes, |piece| buffer.type_on(stream, piece));
     }
 
     /// Adds rich output. With `update`, it replaces the output with the same `display_id`.
@@ -96,25 +97,25 @@ impl Gatherer {
     /// Adds a traceback.
     pub(super) fn traceback(&mut self, text: &str) {
         let text = without_escapes(text);
-        self.page.append(Stream::Traceback, &text, None);
+        self.buffer.append(Stream::Traceback, &text, None);
     }
 
     /// Clears the output, now or when new output arrives.
     pub(super) fn clear(&mut self, wait: bool) {
-        self.page.clear_next = wait;
+        self.buffer.clear_next = wait;
         if !wait {
-            self.page.clear();
+            self.buffer.clear();
         }
     }
 
-    /// Returns the newest `max_chars` of the output since `seen`, and advances `seen`.
-    pub(super) fn glance(&self, seen: &mut Seen, max_chars: usize) -> Glance {
-        self.page.glance(seen, max_chars)
+    /// Returns the newest `max_chars` of the output since `cursor`, and advances `cursor`.
+    pub(super) fn delta(&self, cursor: &mut OutputCursor, max_chars: usize) -> OutputDelta {
+        self.buffer.delta(cursor, max_chars)
     }
 
     /// Returns the latest non-blank line, shortened and without control characters.
     pub(super) fn latest_line(&self) -> Option<String> {
-        let line = self.page.latest_line()?;
+        let line = self.buffer.latest_line()?;
         // Only the start of the line is shown, so its length does not matter.
         let shown = line
             .trim_start()
@@ -124,20 +125,20 @@ impl Gatherer {
             .filter(|line| !line.trim().is_empty())
     }
 
-    /// Ends the collection. The images of the draft are not encoded yet.
-    pub(super) fn finish(mut self) -> Gathered {
+    /// Ends the collection. The images of the result are not encoded yet.
+    pub(super) fn finish(mut self) -> CollectedOutput {
         for pipe in Pipe::BOTH {
             let stream = if pipe == Pipe::Out {
                 Stream::Stdout
             } else {
                 Stream::Stderr
             };
-            let page = &mut self.page;
-            self.terminals[pipe as usize].finish(|piece| page.type_on(stream, piece));
+            let buffer = &mut self.buffer;
+            self.terminals[pipe as usize].finish(|piece| buffer.type_on(stream, piece));
         }
-        let (draft, text) = self.page.finish(self.figures.len());
-        Gathered {
-            draft,
+        let (raw, text) = self.buffer.finish(self.figures.len());
+        CollectedOutput {
+            raw,
             text,
             figures: self.figures,
         }
@@ -156,7 +157,7 @@ impl Gatherer {
 
     fn show(&mut self, stream: Stream, bundle: Bundle, display_id: Option<String>, update: bool) {
         let shown = rich::choose(bundle);
-        self.page.clear_if_asked();
+        self.buffer.clear_if_asked();
         let item = match shown {
             Shown::Nothing => return,
             Shown::Text(text) => Item::text(stream, without_escapes(&text), display_id),
@@ -166,14 +167,14 @@ impl Gatherer {
                 Item::text(stream, without_escapes(&summary), display_id)
             }
         };
-        if update && self.page.replace(&item) {
+        if update && self.buffer.replace(&item) {
             return;
         }
         match item {
             Item::Text {
                 text, display_id, ..
-            } => self.page.append(stream, &text, display_id),
-            Item::Image { bytes, display_id } => self.page.append_image(bytes, display_id),
+            } => self.buffer.append(stream, &text, display_id),
+            Item::Image { bytes, display_id } => self.buffer.append_image(bytes, display_id),
             Item::Gap => {}
         }
     }
@@ -247,7 +248,7 @@ impl Item {
     }
 }
 
-struct Page {
+struct OutputBuffer {
     limit: usize,
     items: Vec<Item>,
     /// Position of the gap among the items, once there is one.
@@ -276,9 +277,9 @@ struct OpenLine {
     returned: bool,
 }
 
-impl Page {
-    fn new(limit: usize) -> Page {
-        Page {
+impl OutputBuffer {
+    fn new(limit: usize) -> OutputBuffer {
+        OutputBuffer {
             limit,
             items: Vec::new(),
             gap: None,
@@ -469,18 +470,18 @@ impl Page {
 
     /// Printed text is in the spool, followed by the open line. Only the added part of that line is
     /// returned, unless the line was rewritten.
-    fn glance(&self, seen: &mut Seen, max_chars: usize) -> Glance {
+    fn delta(&self, cursor: &mut OutputCursor, max_chars: usize) -> OutputDelta {
         let line = self.line.text.as_str();
-        let old = if self.goes_on_with(seen) {
-            seen.line.as_str()
+        let old = if self.goes_on_with(cursor) {
+            cursor.line.as_str()
         } else {
             ""
         };
-        let old_in_spool = (old.len() as u64).min(self.spool.size() - seen.bytes);
-        let from = seen.bytes + old_in_spool;
+        let old_in_spool = (old.len() as u64).min(self.spool.size() - cursor.bytes);
+        let from = cursor.bytes + old_in_spool;
         let line_from = old.len() - usize::try_from(old_in_spool).expect("it is a part of `old`");
 
-        let fresh = self.spool.chars() - seen.chars + line.chars().count() as u64;
+        let fresh = self.spool.chars() - cursor.chars + line.chars().count() as u64;
         let fresh = fresh.saturating_sub(old.chars().count() as u64);
         let wanted = max_chars.saturating_mul(4);
         let start = from.max(self.spool.size().saturating_sub(wanted as u64));
@@ -495,12 +496,12 @@ impl Page {
         let chars = text.chars().count();
         let text = text[byte_of(&text, chars.saturating_sub(max_chars))..].to_owned();
 
-        *seen = Seen {
+        *cursor = OutputCursor {
             bytes: self.spool.size(),
             chars: self.spool.chars(),
             line: line.to_owned(),
         };
-        Glance {
+        OutputDelta {
             omitted: fresh.saturating_sub(text.chars().count() as u64),
             text,
         }
@@ -508,14 +509,14 @@ impl Page {
 
     /// Returns whether the rest of the spool, followed by the open line, starts with the line that
     /// was seen.
-    fn goes_on_with(&self, seen: &Seen) -> bool {
+    fn goes_on_with(&self, cursor: &OutputCursor) -> bool {
         let mut next = self
             .spool
-            .read_range(seen.bytes, seen.line.len())
+            .read_range(cursor.bytes, cursor.line.len())
             .unwrap_or_default();
-        let missing = seen.line.len() - next.len();
+        let missing = cursor.line.len() - next.len();
         next.extend_from_slice(&self.line.text.as_bytes()[..missing.min(self.line.text.len())]);
-        next == seen.line.as_bytes()
+        next == cursor.line.as_bytes()
     }
 
     fn latest_line(&self) -> Option<&str> {
@@ -537,9 +538,9 @@ impl Page {
     /// Clears everything except the spool, which keeps all printed text.
     fn clear(&mut self) {
         let spool = std::mem::take(&mut self.spool);
-        *self = Page {
+        *self = OutputBuffer {
             spool,
-            ..Page::new(self.limit)
+            ..OutputBuffer::new(self.limit)
         };
     }
 
@@ -661,7 +662,7 @@ impl Page {
         excess - left
     }
 
-    fn finish(mut self, figures: usize) -> (Draft, std::io::Result<FullOutput>) {
+    fn finish(mut self, figures: usize) -> (RawOutput, std::io::Result<FullOutput>) {
         self.end_line();
         if self.images_dropped > 0 {
             let text = format!(
@@ -673,7 +674,7 @@ impl Page {
             self.append(Stream::Display, &text, None);
         }
         self.cut(0);
-        let draft = Draft {
+        let raw = RawOutput {
             items: self.items,
             total_chars: self.total_chars,
             total_lines: self.total_newlines + u64::from(self.ends_in_line),
@@ -681,7 +682,7 @@ impl Page {
             cut_lines: self.gap_newlines,
             figures,
         };
-        (draft, self.spool.finish())
+        (raw, self.spool.finish())
     }
 }
 
@@ -696,7 +697,7 @@ fn byte_of(text: &str, chars: usize) -> usize {
 }
 
 /// Output whose images are not encoded yet.
-pub(super) struct Draft {
+pub(super) struct RawOutput {
     items: Vec<Item>,
     total_chars: u64,
     total_lines: u64,
@@ -705,7 +706,7 @@ pub(super) struct Draft {
     figures: usize,
 }
 
-impl Draft {
+impl RawOutput {
     /// Takes the images out, in order, so that they can be encoded on another thread.
     pub(super) fn take_images(&mut self) -> Vec<Vec<u8>> {
         let bytes = self.items.iter_mut().filter_map(|item| match item {
@@ -716,8 +717,8 @@ impl Draft {
     }
 
     /// Returns the output with the encoded images.
-    pub(super) fn finish(self, developed: Vec<Result<Image, BadImage>>) -> Output {
-        let mut developed = developed.into_iter();
+    pub(super) fn finish(self, encoded: Vec<Result<Image, BadImage>>) -> Output {
+        let mut encoded = encoded.into_iter();
         let part = |item| match item {
             Item::Text { text, .. } if text.is_empty() => None,
             Item::Text { stream, text, .. } => Some(Part::Text { stream, text }),
@@ -725,7 +726,7 @@ impl Draft {
                 chars: self.cut_chars,
                 lines: self.cut_lines,
             }),
-            Item::Image { .. } => Some(match developed.next().unwrap_or(Err(BadImage::Corrupt)) {
+            Item::Image { .. } => Some(match encoded.next().unwrap_or(Err(BadImage::Corrupt)) {
                 Ok(image) => Part::Image(image),
                 Err(why) => Part::Text {
                     stream: Stream::Display,
@@ -751,19 +752,17 @@ mod tests {
     use super::*;
     use crate::session::images::tests::png;
 
-    fn gathered(max: usize, gather: impl FnOnce(&mut Gatherer)) -> (Output, String) {
-        let mut gatherer = Gatherer::new(max);
-        gather(&mut gatherer);
-        let Gathered {
-            mut draft, text, ..
-        } = gatherer.finish();
+    fn collected(max: usize, collect: impl FnOnce(&mut OutputCollector)) -> (Output, String) {
+        let mut collector = OutputCollector::new(max);
+        collect(&mut collector);
+        let CollectedOutput { mut raw, text, .. } = collector.finish();
         let full = text.unwrap().read_range(0, usize::MAX).unwrap();
-        let developed = draft
+        let encoded = raw
             .take_images()
             .into_iter()
-            .map(crate::session::images::develop)
+            .map(crate::session::images::encode)
             .collect();
-        (draft.finish(developed), String::from_utf8(full).unwrap())
+        (raw.finish(encoded), String::from_utf8(full).unwrap())
     }
 
     fn plain(text: &str) -> Bundle {
@@ -789,10 +788,10 @@ mod tests {
     }
 
     fn printed(max: usize, chunks: &[&str]) -> Output {
-        gathered(max, |gatherer| {
+        collected(max, |collector| {
             chunks
                 .iter()
-                .for_each(|chunk| gatherer.text(Pipe::Out, chunk.as_bytes()))
+                .for_each(|chunk| collector.text(Pipe::Out, chunk.as_bytes()))
         })
         .0
     }
@@ -806,12 +805,12 @@ mod tests {
 
     #[test]
     fn streams_values_and_displays_keep_their_order_and_kind() {
-        let (output, full) = gathered(100, |gatherer| {
-            gatherer.text(Pipe::Out, b"a\n");
-            gatherer.text(Pipe::Err, b"warn");
-            gatherer.text(Pipe::Out, b"b");
-            gatherer.display(plain("shown"), None, false);
-            gatherer.value(plain("5"));
+        let (output, full) = collected(100, |collector| {
+            collector.text(Pipe::Out, b"a\n");
+            collector.text(Pipe::Err, b"warn");
+            collector.text(Pipe::Out, b"b");
+            collector.display(plain("shown"), None, false);
+            collector.value(plain("5"));
         });
         let expected = [
             part(Stream::Stdout, "a\n"),
@@ -827,23 +826,26 @@ mod tests {
 
     #[test]
     fn sources_of_figures_are_kept_apart_and_bounded() {
-        let mut gatherer = Gatherer::new(1000);
+        let mut collector = OutputCollector::new(1000);
         let figure = |json: String| Bundle {
             texts: [("application/vnd.plotly.v1+json".to_owned(), json)].into(),
             blobs: vec![],
         };
-        gatherer.value(figure("x".repeat(LARGEST_FIGURE + 1)));
+        collector.value(figure("x".repeat(LARGEST_FIGURE + 1)));
         for number in 0..MOST_FIGURES + 1 {
-            gatherer.display(figure(format!("[{number}]")), None, false);
+            collector.display(figure(format!("[{number}]")), None, false);
         }
-        let Gathered { draft, figures, .. } = gatherer.finish();
-        let output = draft.finish(Vec::new());
+        let CollectedOutput { raw, figures, .. } = collector.finish();
+        let output = raw.finish(Vec::new());
         assert_eq!(
             (output.figures as usize, figures.len()),
             (MOST_FIGURES, MOST_FIGURES)
         );
         assert_eq!(figures[1].read_range(0, 9).unwrap(), b"[1]");
-        assert!(!text_of(&output).contains("[1]"), "the page has summaries");
+        assert!(
+            !text_of(&output).contains("[1]"),
+            "the buffer has summaries"
+        );
     }
 
     #[test]
@@ -858,17 +860,17 @@ mod tests {
     }
 
     /// Prints pieces and looks after each one; each look must show the text beside the piece.
-    fn check_glances(max_chars: usize, pieces: &[(&str, &str, u64)]) {
-        let mut gatherer = Gatherer::new(1000);
-        let mut seen = Seen::default();
+    fn check_deltas(max_chars: usize, pieces: &[(&str, &str, u64)]) {
+        let mut collector = OutputCollector::new(1000);
+        let mut cursor = OutputCursor::default();
         for (piece, text, omitted) in pieces {
-            gatherer.text(Pipe::Out, piece.as_bytes());
-            let expected = Glance {
+            collector.text(Pipe::Out, piece.as_bytes());
+            let expected = OutputDelta {
                 text: (*text).to_owned(),
                 omitted: *omitted,
             };
             assert_eq!(
-                gatherer.glance(&mut seen, max_chars),
+                collector.delta(&mut cursor, max_chars),
                 expected,
                 "after {piece:?}"
             );
@@ -877,7 +879,7 @@ mod tests {
 
     #[test]
     fn each_look_shows_what_was_printed_since_the_last() {
-        check_glances(
+        check_deltas(
             100,
             &[
                 ("one\n", "one\n", 0),
@@ -885,7 +887,7 @@ mod tests {
                 ("two\nthree\n", "two\nthree\n", 0),
             ],
         );
-        check_glances(
+        check_deltas(
             5,
             &[
                 ("one\ntwo\n", "\ntwo\n", 3),
@@ -893,12 +895,12 @@ mod tests {
                 ("äöüßé\n", "öüßé\n", 1),
             ],
         );
-        check_glances(0, &[("one\n", "", 4), ("two", "", 3), ("\n", "", 1)]);
+        check_deltas(0, &[("one\n", "", 4), ("two", "", 3), ("\n", "", 1)]);
     }
 
     #[test]
     fn of_a_line_that_goes_on_only_the_new_part_is_shown() {
-        check_glances(
+        check_deltas(
             100,
             &[
                 ("..", "..", 0),
@@ -906,11 +908,11 @@ mod tests {
                 ("\nend\n", "\nend\n", 0),
             ],
         );
-        check_glances(
+        check_deltas(
             3,
             &[("..", "..", 0), (".....", "...", 2), ("..\n", "..\n", 0)],
         );
-        check_glances(
+        check_deltas(
             100,
             &[
                 ("10 %", "10 %", 0),
@@ -923,9 +925,9 @@ mod tests {
     #[test]
     fn the_latest_line_is_the_last_one_that_says_something() {
         let latest = |text: &str| {
-            let mut gatherer = Gatherer::new(1000);
-            gatherer.text(Pipe::Out, text.as_bytes());
-            gatherer.latest_line()
+            let mut collector = OutputCollector::new(1000);
+            collector.text(Pipe::Out, text.as_bytes());
+            collector.latest_line()
         };
         assert_eq!(latest(""), None);
         assert_eq!(latest(" \n\n"), None);
@@ -941,10 +943,10 @@ mod tests {
 
     #[test]
     fn colour_codes_are_removed_everywhere() {
-        let (output, _) = gathered(100, |gatherer| {
-            gatherer.text(Pipe::Out, b"\x1b[3");
-            gatherer.text(Pipe::Out, b"1mred\x1b[0m\n");
-            gatherer.traceback("\x1b[31mValueError\x1b[0m: x");
+        let (output, _) = collected(100, |collector| {
+            collector.text(Pipe::Out, b"\x1b[3");
+            collector.text(Pipe::Out, b"1mred\x1b[0m\n");
+            collector.traceback("\x1b[31mValueError\x1b[0m: x");
         });
         assert_eq!(text_of(&output), "red\nValueError: x");
     }
@@ -977,19 +979,19 @@ mod tests {
 
     #[test]
     fn tracebacks_are_limited_too() {
-        let (output, _) = gathered(50, |gatherer| gatherer.traceback(&"t".repeat(1000)));
+        let (output, _) = collected(50, |collector| collector.traceback(&"t".repeat(1000)));
         assert_eq!((text_of(&output).len(), output.cut_chars), (50, 950));
     }
 
     #[test]
     fn half_a_million_lines_keep_head_and_tail() {
-        let mut gatherer = Gatherer::new(100);
+        let mut collector = OutputCollector::new(100);
         for number in 0..500_000 {
-            gatherer.text(Pipe::Out, format!("line {number}\n").as_bytes());
-            assert!(gatherer.page.kept < 200_000);
+            collector.text(Pipe::Out, format!("line {number}\n").as_bytes());
+            assert!(collector.buffer.kept < 200_000);
         }
-        let Gathered { draft, text, .. } = gatherer.finish();
-        let output = draft.finish(Vec::new());
+        let CollectedOutput { raw, text, .. } = collector.finish();
+        let output = raw.finish(Vec::new());
         assert_eq!(
             (output.total_lines, output.total_chars),
             (500_000, text.unwrap().total_bytes())
@@ -1010,10 +1012,10 @@ mod tests {
     #[test]
     fn clear_forgets_at_once_or_when_something_new_comes() {
         let clear = |wait: bool, more: &'static [u8]| {
-            gathered(100, |gatherer| {
-                gatherer.text(Pipe::Out, b"old\nopen");
-                gatherer.clear(wait);
-                gatherer.text(Pipe::Out, more);
+            collected(100, |collector| {
+                collector.text(Pipe::Out, b"old\nopen");
+                collector.clear(wait);
+                collector.text(Pipe::Out, more);
             })
         };
         assert_eq!(text_of(&clear(false, b"").0), "");
@@ -1024,11 +1026,11 @@ mod tests {
 
     #[test]
     fn an_update_replaces_its_display_in_place() {
-        let (output, _) = gathered(100, |gatherer| {
-            gatherer.display(plain("first"), Some("a".to_owned()), false);
-            gatherer.text(Pipe::Out, b"between");
-            gatherer.display(plain("second"), Some("a".to_owned()), true);
-            gatherer.display(plain("other"), Some("unknown".to_owned()), true);
+        let (output, _) = collected(100, |collector| {
+            collector.display(plain("first"), Some("a".to_owned()), false);
+            collector.text(Pipe::Out, b"between");
+            collector.display(plain("second"), Some("a".to_owned()), true);
+            collector.display(plain("other"), Some("unknown".to_owned()), true);
         });
         let expected = [
             part(Stream::Display, "second\n"),
@@ -1041,11 +1043,11 @@ mod tests {
 
     #[test]
     fn images_stay_although_text_around_them_is_cut() {
-        let (output, _) = gathered(10, |gatherer| {
-            gatherer.text(Pipe::Out, &[b'a'; 200_000]);
-            gatherer.display(picture(png(4, 4, false)), None, false);
-            gatherer.text(Pipe::Out, &[b'b'; 200_000]);
-            gatherer.display(picture(b"broken".to_vec()), None, false);
+        let (output, _) = collected(10, |collector| {
+            collector.text(Pipe::Out, &[b'a'; 200_000]);
+            collector.display(picture(png(4, 4, false)), None, false);
+            collector.text(Pipe::Out, &[b'b'; 200_000]);
+            collector.display(picture(b"broken".to_vec()), None, false);
         });
         assert_eq!(
             output
@@ -1064,9 +1066,9 @@ mod tests {
 
     #[test]
     fn more_than_twenty_images_are_counted_instead_of_shown() {
-        let (output, _) = gathered(1000, |gatherer| {
+        let (output, _) = collected(1000, |collector| {
             for _ in 0..23 {
-                gatherer.display(picture(png(2, 2, false)), None, false);
+                collector.display(picture(png(2, 2, false)), None, false);
             }
         });
         assert_eq!(output.parts.len(), 21);
@@ -1089,9 +1091,9 @@ mod tests {
             max in 0usize..200,
         ) {
             let whole = chunks.iter().map(|(text, _)| text.as_str()).collect::<String>();
-            let (output, _) = gathered(max, |gatherer| {
+            let (output, _) = collected(max, |collector| {
                 for (text, err) in &chunks {
-                    gatherer.text(if *err { Pipe::Err } else { Pipe::Out }, text.as_bytes());
+                    collector.text(if *err { Pipe::Err } else { Pipe::Out }, text.as_bytes());
                 }
             });
             let all = whole.chars().count();

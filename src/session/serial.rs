@@ -117,8 +117,8 @@ pub(super) mod blocked {
 mod tests {
     use super::*;
     use crate::session::{
-        ExecutionId, Image, ImageType, Outcome, Output, Part, Refused, Retry, SessionInfo,
-        SessionState, Status, Which,
+        ExecutionId, ExecutionRef, Image, ImageType, Outcome, Output, Part, Refused, Retry,
+        SessionInfo, SessionState, Status,
     };
 
     fn there_and_back<T: Serialize + for<'de> Deserialize<'de>>(value: &T) -> Result<T, String> {
@@ -162,7 +162,7 @@ mod tests {
             tool_calls: Default::default(),
             rulings: Vec::new(),
             blocked: vec![refused.clone()],
-            notes: vec!["a note".to_owned()],
+            notes: vec!["a note".to_owned().into()],
             first_line: String::new(),
             others: Default::default(),
         };
@@ -241,7 +241,7 @@ mod tests {
             arrives("0123456789abcdef0123456789abcdef"),
             (true, true, true)
         ); // control
-        let which = Which::Of(SessionId::default_session());
+        let which = ExecutionRef::InSession(SessionId::default_session());
         assert_eq!(there_and_back(&which).unwrap(), which);
     }
 }

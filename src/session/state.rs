@@ -22,7 +22,7 @@ pub(super) type RequestId = u64;
 
 /// Kind of a request, as far as it affects when the request may start.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Kind {
+pub(super) enum RequestKind {
     /// Changes the session's state.
     Cell,
     File,
@@ -40,7 +40,7 @@ pub(super) enum State {
     Waiting,
     Running {
         request: RequestId,
-        kind: Kind,
+        kind: RequestKind,
         stopping: Option<Stop>,
     },
     /// The interpreter is being copied: for a later undo, or for the forks of a request.
@@ -75,8 +75,8 @@ pub(super) enum Stop {
 
 /// Input of the state machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Event {
-    Submitted(RequestId, Kind),
+pub(super) enum SessionEvent {
+    Submitted(RequestId, RequestKind),
     CancelAsked(RequestId),
     /// The interpreter that was being started has sent its greeting. If `copied`, a copy of its
     /// state already exists.
@@ -97,9 +97,9 @@ pub(super) enum Event {
     /// The current interpreter is to be replaced by another one.
     ReplaceAsked,
     /// The waiting cell received its run permit.
-    TurnCame,
+    PermitGranted,
     /// Too many cells wait for a run permit.
-    TurnRefused,
+    PermitRefused,
     TimeIsUp,
     GraceIsOver,
     InterpreterGone,
@@ -113,13 +113,13 @@ pub(super) enum Event {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Action {
     /// Requests a run permit for the first cell in the queue.
-    AskTurn,
+    RequestPermit,
     Start(RequestId),
     Copy,
     Fork(RequestId),
     Interrupt,
     Kill,
-    Answer(RequestId, Answer),
+    Answer(RequestId, RequestEnd),
     Restart,
     Replace,
     RefuseReplacement,
@@ -127,22 +127,22 @@ pub(super) enum Action {
 
 /// The final answer to a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Answer {
+pub(super) enum RequestEnd {
     Finished,
     Stopped(Stop, StateAfter),
     InterpreterGone,
     ProtocolBroken,
     Reset,
     Closed,
-    Refused(Refusal),
+    Refused(RequestRefusal),
 }
 
 /// Reason why a request was never started.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Refusal {
+pub(super) enum RequestRefusal {
     Busy,
     /// Too many cells wait in the whole server.
-    Crowded,
+    Overloaded,
     /// A fork was requested while a cell runs or waits.
     CellRunning,
     Cancelled,
@@ -155,7 +155,7 @@ pub(super) enum Refusal {
 #[derive(Debug)]
 pub(super) struct Machine {
     state: State,
-    queue: VecDeque<(RequestId, Kind)>,
+    queue: VecDeque<(RequestId, RequestKind)>,
     copies: Copies,
 }
 
@@ -194,32 +194,41 @@ impl Machine {
         matches!(
             self.state,
             State::Running {
-                kind: Kind::Cell,
+                kind: RequestKind::Cell,
                 ..
             }
-        ) || self.queue.iter().any(|(_, kind)| *kind == Kind::Cell)
+        ) || self
+            .queue
+            .iter()
+            .any(|(_, kind)| *kind == RequestKind::Cell)
     }
 
     /// Decides how to handle `event`.
-    pub(super) fn next(&mut self, event: Event) -> Vec<Action> {
+    pub(super) fn next(&mut self, event: SessionEvent) -> Vec<Action> {
         let mut actions = Vec::new();
         match (self.state, event) {
-            (State::Ended | State::Gone, Event::Submitted(request, _)) => {
-                actions.push(Action::Answer(request, Answer::Refused(Refusal::Ended)));
-            }
-            (_, Event::Submitted(request, Kind::Fork)) if self.has_cell() => {
+            (State::Ended | State::Gone, SessionEvent::Submitted(request, _)) => {
                 actions.push(Action::Answer(
                     request,
-                    Answer::Refused(Refusal::CellRunning),
+                    RequestEnd::Refused(RequestRefusal::Ended),
                 ));
             }
-            (State::Idle, Event::Submitted(request, kind)) => {
+            (_, SessionEvent::Submitted(request, RequestKind::Fork)) if self.has_cell() => {
+                actions.push(Action::Answer(
+                    request,
+                    RequestEnd::Refused(RequestRefusal::CellRunning),
+                ));
+            }
+            (State::Idle, SessionEvent::Submitted(request, kind)) => {
                 self.queue.push_back((request, kind));
                 self.begin_next(&mut actions);
             }
-            (_, Event::Submitted(request, kind)) => {
+            (_, SessionEvent::Submitted(request, kind)) => {
                 if self.queue.len() >= MOST_WAITING {
-                    actions.push(Action::Answer(request, Answer::Refused(Refusal::Busy)));
+                    actions.push(Action::Answer(
+                        request,
+                        RequestEnd::Refused(RequestRefusal::Busy),
+                    ));
                 } else {
                     self.queue.push_back((request, kind));
                 }
@@ -231,7 +240,7 @@ impl Machine {
                     kind,
                     stopping: None,
                 },
-                Event::CancelAsked(cancelled),
+                SessionEvent::CancelAsked(cancelled),
             ) if request == cancelled => {
                 self.state = State::Running {
                     request,
@@ -245,12 +254,15 @@ impl Machine {
                 State::Copying {
                     fork: Some(request),
                 },
-                Event::CancelAsked(cancelled),
+                SessionEvent::CancelAsked(cancelled),
             ) if request == cancelled => {
                 self.state = State::Copying { fork: None };
-                actions.push(Action::Answer(request, Answer::Refused(Refusal::Cancelled)));
+                actions.push(Action::Answer(
+                    request,
+                    RequestEnd::Refused(RequestRefusal::Cancelled),
+                ));
             }
-            (state, Event::CancelAsked(cancelled)) => {
+            (state, SessionEvent::CancelAsked(cancelled)) => {
                 if let Some(place) = self
                     .queue
                     .iter()
@@ -259,18 +271,18 @@ impl Machine {
                     self.queue.remove(place);
                     actions.push(Action::Answer(
                         cancelled,
-                        Answer::Refused(Refusal::Cancelled),
+                        RequestEnd::Refused(RequestRefusal::Cancelled),
                     ));
                     // If another cell is first now, it takes over the ticket.
                     if state == State::Waiting
-                        && !matches!(self.queue.front(), Some((_, Kind::Cell)))
+                        && !matches!(self.queue.front(), Some((_, RequestKind::Cell)))
                     {
                         self.begin_next(&mut actions);
                     }
                 }
             }
 
-            (State::Waiting, Event::TurnCame) => {
+            (State::Waiting, SessionEvent::PermitGranted) => {
                 if let Some((request, kind)) = self.queue.pop_front() {
                     self.state = State::Running {
                         request,
@@ -280,29 +292,29 @@ impl Machine {
                     actions.push(Action::Start(request));
                 }
             }
-            (State::Waiting, Event::TurnRefused) => {
+            (State::Waiting, SessionEvent::PermitRefused) => {
                 let refused = self.queue.pop_front();
                 actions.extend(refused.map(|(request, _)| {
-                    Action::Answer(request, Answer::Refused(Refusal::Crowded))
+                    Action::Answer(request, RequestEnd::Refused(RequestRefusal::Overloaded))
                 }));
                 self.begin_next(&mut actions);
             }
 
-            (State::Starting { .. }, Event::Started { copied }) => {
+            (State::Starting { .. }, SessionEvent::Started { copied }) => {
                 self.want_copy();
                 if copied && self.copies == Copies::Wanted {
                     self.copies = Copies::Tried;
                 }
                 self.begin_next(&mut actions);
             }
-            (State::Replacing, Event::Started { .. }) => self.begin_next(&mut actions),
-            (State::Starting { first: true }, Event::StartFailed) => {
+            (State::Replacing, SessionEvent::Started { .. }) => self.begin_next(&mut actions),
+            (State::Starting { first: true }, SessionEvent::StartFailed) => {
                 self.state = State::Gone;
-                self.refuse_waiting(Refusal::StartFailed, &mut actions);
+                self.refuse_waiting(RequestRefusal::StartFailed, &mut actions);
             }
-            (State::Starting { first: false } | State::Replacing, Event::StartFailed) => {
+            (State::Starting { first: false } | State::Replacing, SessionEvent::StartFailed) => {
                 self.state = State::Ended;
-                self.refuse_waiting(Refusal::StartFailed, &mut actions);
+                self.refuse_waiting(RequestRefusal::StartFailed, &mut actions);
             }
 
             (
@@ -311,20 +323,25 @@ impl Machine {
                     kind,
                     stopping,
                 },
-                Event::Finished(finished),
+                SessionEvent::Finished(finished),
             ) if request == finished => {
                 let answer = match stopping {
-                    Some(stop) => Answer::Stopped(stop, StateAfter::Kept),
-                    None => Answer::Finished,
+                    Some(stop) => RequestEnd::Stopped(stop, StateAfter::Kept),
+                    None => RequestEnd::Finished,
                 };
                 actions.push(Action::Answer(request, answer));
-                if kind == Kind::Cell && self.queue.is_empty() && self.copies == Copies::Wanted {
+                if kind == RequestKind::Cell
+                    && self.queue.is_empty()
+                    && self.copies == Copies::Wanted
+                {
                     self.copy(&mut actions);
                 } else {
                     self.begin_next(&mut actions);
                 }
             }
-            (State::Running { request, .. }, Event::Declined(declined)) if request == declined => {
+            (State::Running { request, .. }, SessionEvent::Declined(declined))
+                if request == declined =>
+            {
                 self.begin_next(&mut actions);
             }
             (
@@ -333,7 +350,7 @@ impl Machine {
                     kind,
                     stopping: None,
                 },
-                Event::TimeIsUp,
+                SessionEvent::TimeIsUp,
             ) => {
                 self.state = State::Running {
                     request,
@@ -348,67 +365,72 @@ impl Machine {
                     stopping: Some(stop),
                     ..
                 },
-                Event::GraceIsOver,
+                SessionEvent::GraceIsOver,
             ) => {
                 actions.push(Action::Kill);
                 self.end(
-                    Some((request, Answer::Stopped(stop, StateAfter::Lost))),
+                    Some((request, RequestEnd::Stopped(stop, StateAfter::Lost))),
                     &mut actions,
                 );
             }
 
-            (_, Event::Changed) => self.want_copy(),
-            (_, Event::CopiesImpossible) => self.copies = Copies::Off,
-            (State::Copying { fork }, Event::Copied) => {
-                actions.extend(fork.map(|request| Action::Answer(request, Answer::Finished)));
+            (_, SessionEvent::Changed) => self.want_copy(),
+            (_, SessionEvent::CopiesImpossible) => self.copies = Copies::Off,
+            (State::Copying { fork }, SessionEvent::Copied) => {
+                actions.extend(fork.map(|request| Action::Answer(request, RequestEnd::Finished)));
                 self.begin_next(&mut actions);
             }
-            (State::Idle | State::Ended | State::Copying { fork: None }, Event::ReplaceAsked) => {
+            (
+                State::Idle | State::Ended | State::Copying { fork: None },
+                SessionEvent::ReplaceAsked,
+            ) => {
                 if self.copies == Copies::Wanted {
                     self.copies = Copies::Tried;
                 }
                 self.state = State::Replacing;
                 actions.push(Action::Replace);
             }
-            (_, Event::ReplaceAsked) => actions.push(Action::RefuseReplacement),
+            (_, SessionEvent::ReplaceAsked) => actions.push(Action::RefuseReplacement),
 
             (
                 State::Running {
                     request, stopping, ..
                 },
-                Event::InterpreterGone,
+                SessionEvent::InterpreterGone,
             ) => {
                 let answer = match stopping {
-                    Some(stop) => Answer::Stopped(stop, StateAfter::Lost),
-                    None => Answer::InterpreterGone,
+                    Some(stop) => RequestEnd::Stopped(stop, StateAfter::Lost),
+                    None => RequestEnd::InterpreterGone,
                 };
                 self.end(Some((request, answer)), &mut actions);
             }
-            (State::Idle | State::Waiting, Event::InterpreterGone) => self.end(None, &mut actions),
-            (State::Copying { fork }, Event::InterpreterGone) => {
+            (State::Idle | State::Waiting, SessionEvent::InterpreterGone) => {
+                self.end(None, &mut actions)
+            }
+            (State::Copying { fork }, SessionEvent::InterpreterGone) => {
                 self.end(
-                    fork.map(|request| (request, Answer::InterpreterGone)),
+                    fork.map(|request| (request, RequestEnd::InterpreterGone)),
                     &mut actions,
                 );
             }
-            (State::Running { request, .. }, Event::ProtocolBroken) => {
+            (State::Running { request, .. }, SessionEvent::ProtocolBroken) => {
                 actions.push(Action::Kill);
-                self.end(Some((request, Answer::ProtocolBroken)), &mut actions);
+                self.end(Some((request, RequestEnd::ProtocolBroken)), &mut actions);
             }
-            (State::Idle | State::Waiting, Event::ProtocolBroken) => {
+            (State::Idle | State::Waiting, SessionEvent::ProtocolBroken) => {
                 actions.push(Action::Kill);
                 self.end(None, &mut actions);
             }
-            (State::Copying { fork }, Event::ProtocolBroken) => {
+            (State::Copying { fork }, SessionEvent::ProtocolBroken) => {
                 actions.push(Action::Kill);
                 self.end(
-                    fork.map(|request| (request, Answer::ProtocolBroken)),
+                    fork.map(|request| (request, RequestEnd::ProtocolBroken)),
                     &mut actions,
                 );
             }
 
-            (State::Starting { .. }, Event::ResetAsked) => {
-                self.refuse_waiting(Refusal::Reset, &mut actions)
+            (State::Starting { .. }, SessionEvent::ResetAsked) => {
+                self.refuse_waiting(RequestRefusal::Reset, &mut actions)
             }
             (
                 State::Idle
@@ -417,23 +439,23 @@ impl Machine {
                 | State::Copying { .. }
                 | State::Replacing
                 | State::Ended,
-                Event::ResetAsked,
+                SessionEvent::ResetAsked,
             ) => {
                 actions.extend(
                     self.under_way()
-                        .map(|request| Action::Answer(request, Answer::Reset)),
+                        .map(|request| Action::Answer(request, RequestEnd::Reset)),
                 );
-                self.refuse_waiting(Refusal::Reset, &mut actions);
+                self.refuse_waiting(RequestRefusal::Reset, &mut actions);
                 self.state = State::Starting { first: false };
                 actions.push(Action::Restart);
             }
 
-            (_, Event::ShutdownAsked) => {
+            (_, SessionEvent::ShutdownAsked) => {
                 actions.extend(
                     self.under_way()
-                        .map(|request| Action::Answer(request, Answer::Closed)),
+                        .map(|request| Action::Answer(request, RequestEnd::Closed)),
                 );
-                self.refuse_waiting(Refusal::Closed, &mut actions);
+                self.refuse_waiting(RequestRefusal::Closed, &mut actions);
                 self.state = State::Gone;
             }
 
@@ -441,21 +463,21 @@ impl Machine {
             // does not run, or a timeout of one.
             (
                 _,
-                Event::Started { .. }
-                | Event::StartFailed
-                | Event::Finished(_)
-                | Event::Declined(_)
-                | Event::Copied
-                | Event::TurnCame
-                | Event::TurnRefused
-                | Event::TimeIsUp
-                | Event::GraceIsOver,
+                SessionEvent::Started { .. }
+                | SessionEvent::StartFailed
+                | SessionEvent::Finished(_)
+                | SessionEvent::Declined(_)
+                | SessionEvent::Copied
+                | SessionEvent::PermitGranted
+                | SessionEvent::PermitRefused
+                | SessionEvent::TimeIsUp
+                | SessionEvent::GraceIsOver,
             )
             | (
                 State::Starting { .. } | State::Replacing | State::Ended | State::Gone,
-                Event::InterpreterGone | Event::ProtocolBroken,
+                SessionEvent::InterpreterGone | SessionEvent::ProtocolBroken,
             )
-            | (State::Gone, Event::ResetAsked) => {}
+            | (State::Gone, SessionEvent::ResetAsked) => {}
         }
         actions
     }
@@ -482,15 +504,15 @@ impl Machine {
     }
 
     fn begin_next(&mut self, actions: &mut Vec<Action>) {
-        if let Some((_, Kind::Cell)) = self.queue.front() {
+        if let Some((_, RequestKind::Cell)) = self.queue.front() {
             if self.copies == Copies::Wanted {
                 return self.copy(actions);
             }
             self.state = State::Waiting;
-            return actions.push(Action::AskTurn);
+            return actions.push(Action::RequestPermit);
         }
         self.state = match self.queue.pop_front() {
-            Some((request, Kind::Fork)) => {
+            Some((request, RequestKind::Fork)) => {
                 actions.push(Action::Fork(request));
                 State::Copying {
                     fork: Some(request),
@@ -508,19 +530,19 @@ impl Machine {
         };
     }
 
-    fn end(&mut self, running: Option<(RequestId, Answer)>, actions: &mut Vec<Action>) {
+    fn end(&mut self, running: Option<(RequestId, RequestEnd)>, actions: &mut Vec<Action>) {
         if let Some((request, answer)) = running {
             actions.push(Action::Answer(request, answer));
         }
         self.state = State::Ended;
-        self.refuse_waiting(Refusal::Ended, actions);
+        self.refuse_waiting(RequestRefusal::Ended, actions);
     }
 
-    fn refuse_waiting(&mut self, refusal: Refusal, actions: &mut Vec<Action>) {
+    fn refuse_waiting(&mut self, refusal: RequestRefusal, actions: &mut Vec<Action>) {
         actions.extend(
             self.queue
                 .drain(..)
-                .map(|(request, _)| Action::Answer(request, Answer::Refused(refusal))),
+                .map(|(request, _)| Action::Answer(request, RequestEnd::Refused(refusal))),
         );
     }
 }
@@ -535,17 +557,17 @@ mod tests {
 
     const RUNNING: State = State::Running {
         request: 1,
-        kind: Kind::File,
+        kind: RequestKind::File,
         stopping: None,
     };
     const CELL: State = State::Running {
         request: 1,
-        kind: Kind::Cell,
+        kind: RequestKind::Cell,
         stopping: None,
     };
     const STOPPING: State = State::Running {
         request: 1,
-        kind: Kind::Cell,
+        kind: RequestKind::Cell,
         stopping: Some(Stop::TimedOut),
     };
     const STARTING: State = State::Starting { first: true };
@@ -575,9 +597,9 @@ mod tests {
     /// a file, or the cell that waits for a run permit.
     fn machine(state: State) -> Machine {
         let kind = if state == State::Waiting {
-            Kind::Cell
+            RequestKind::Cell
         } else {
-            Kind::File
+            RequestKind::File
         };
         let queue = if waits(state) {
             VecDeque::from([(2, kind)])
@@ -591,7 +613,7 @@ mod tests {
         }
     }
 
-    fn check(state: State, event: Event, expected: State, actions: &[Action]) {
+    fn check(state: State, event: SessionEvent, expected: State, actions: &[Action]) {
         let mut machine = machine(state);
         assert_eq!(
             (machine.next(event), machine.state),
@@ -604,8 +626,8 @@ mod tests {
     fn check_copies(
         state: State,
         copies: Copies,
-        queue: &[(RequestId, Kind)],
-        events: &[Event],
+        queue: &[(RequestId, RequestKind)],
+        events: &[SessionEvent],
         expected: &[Action],
     ) {
         let mut machine = Machine {
@@ -623,15 +645,15 @@ mod tests {
         );
     }
 
-    fn refused(refusal: Refusal) -> Action {
-        Action::Answer(2, Answer::Refused(refusal))
+    fn refused(refusal: RequestRefusal) -> Action {
+        Action::Answer(2, RequestEnd::Refused(refusal))
     }
 
-    fn answer(answer: Answer) -> Action {
+    fn answer(answer: RequestEnd) -> Action {
         Action::Answer(1, answer)
     }
 
-    fn running(request: RequestId, kind: Kind) -> State {
+    fn running(request: RequestId, kind: RequestKind) -> State {
         State::Running {
             request,
             kind,
@@ -641,13 +663,16 @@ mod tests {
 
     #[test]
     fn a_submitted_request_runs_waits_or_is_refused() {
-        let ended = [Action::Answer(3, Answer::Refused(Refusal::Ended))];
-        for kind in [Kind::Cell, Kind::File] {
-            let submitted = Event::Submitted(3, kind);
+        let ended = [Action::Answer(
+            3,
+            RequestEnd::Refused(RequestRefusal::Ended),
+        )];
+        for kind in [RequestKind::Cell, RequestKind::File] {
+            let submitted = SessionEvent::Submitted(3, kind);
             for state in STATES {
                 match state {
-                    State::Idle if kind == Kind::Cell => {
-                        check(state, submitted, State::Waiting, &[Action::AskTurn])
+                    State::Idle if kind == RequestKind::Cell => {
+                        check(state, submitted, State::Waiting, &[Action::RequestPermit])
                     }
                     State::Idle => check(state, submitted, running(3, kind), &[Action::Start(3)]),
                     State::Ended | State::Gone => check(state, submitted, state, &ended),
@@ -659,8 +684,8 @@ mod tests {
 
     #[test]
     fn a_fork_is_made_waits_or_is_refused_while_a_cell_runs() {
-        let submitted = Event::Submitted(3, Kind::Fork);
-        let refusal = |refusal| [Action::Answer(3, Answer::Refused(refusal))];
+        let submitted = SessionEvent::Submitted(3, RequestKind::Fork);
+        let refusal = |refusal| [Action::Answer(3, RequestEnd::Refused(refusal))];
         for state in STATES {
             match state {
                 State::Idle => check(
@@ -670,27 +695,32 @@ mod tests {
                     &[Action::Fork(3)],
                 ),
                 State::Ended | State::Gone => {
-                    check(state, submitted, state, &refusal(Refusal::Ended))
+                    check(state, submitted, state, &refusal(RequestRefusal::Ended))
                 }
                 CELL | STOPPING | State::Waiting => {
-                    check(state, submitted, state, &refusal(Refusal::CellRunning));
+                    check(
+                        state,
+                        submitted,
+                        state,
+                        &refusal(RequestRefusal::CellRunning),
+                    );
                 }
                 _ => check(state, submitted, state, &[]),
             }
         }
-        let waiting = [(2, Kind::Cell)];
+        let waiting = [(2, RequestKind::Cell)];
         check_copies(
             COPYING,
             Copies::Tried,
             &waiting,
             &[submitted],
-            &refusal(Refusal::CellRunning),
+            &refusal(RequestRefusal::CellRunning),
         );
         check_copies(
             STARTING,
             Copies::Tried,
             &[],
-            &[submitted, Event::Started { copied: false }],
+            &[submitted, SessionEvent::Started { copied: false }],
             &[Action::Fork(3)],
         );
     }
@@ -699,12 +729,18 @@ mod tests {
     fn more_waiting_requests_than_allowed_are_refused() {
         let mut machine = Machine::new(true);
         for request in 0..MOST_WAITING as u64 {
-            assert_eq!(machine.next(Event::Submitted(request, Kind::Cell)), []);
+            assert_eq!(
+                machine.next(SessionEvent::Submitted(request, RequestKind::Cell)),
+                []
+            );
         }
-        let one_more = Event::Submitted(99, Kind::Cell);
+        let one_more = SessionEvent::Submitted(99, RequestKind::Cell);
         assert_eq!(
             machine.next(one_more),
-            [Action::Answer(99, Answer::Refused(Refusal::Busy))]
+            [Action::Answer(
+                99,
+                RequestEnd::Refused(RequestRefusal::Busy)
+            )]
         );
     }
 
@@ -715,20 +751,20 @@ mod tests {
                 true if state == State::Waiting => {
                     check(
                         state,
-                        Event::CancelAsked(2),
+                        SessionEvent::CancelAsked(2),
                         State::Idle,
-                        &[refused(Refusal::Cancelled)],
+                        &[refused(RequestRefusal::Cancelled)],
                     );
                 }
                 true => check(
                     state,
-                    Event::CancelAsked(2),
+                    SessionEvent::CancelAsked(2),
                     state,
-                    &[refused(Refusal::Cancelled)],
+                    &[refused(RequestRefusal::Cancelled)],
                 ),
-                false => check(state, Event::CancelAsked(2), state, &[]),
+                false => check(state, SessionEvent::CancelAsked(2), state, &[]),
             }
-            check(state, Event::CancelAsked(77), state, &[]);
+            check(state, SessionEvent::CancelAsked(77), state, &[]);
         }
     }
 
@@ -739,20 +775,20 @@ mod tests {
                 State::Waiting => {
                     check(
                         state,
-                        Event::TurnCame,
-                        running(2, Kind::Cell),
+                        SessionEvent::PermitGranted,
+                        running(2, RequestKind::Cell),
                         &[Action::Start(2)],
                     );
                     check(
                         state,
-                        Event::TurnRefused,
+                        SessionEvent::PermitRefused,
                         State::Idle,
-                        &[refused(Refusal::Crowded)],
+                        &[refused(RequestRefusal::Overloaded)],
                     );
                 }
                 _ => {
-                    check(state, Event::TurnCame, state, &[]);
-                    check(state, Event::TurnRefused, state, &[]);
+                    check(state, SessionEvent::PermitGranted, state, &[]);
+                    check(state, SessionEvent::PermitRefused, state, &[]);
                 }
             }
         }
@@ -760,27 +796,27 @@ mod tests {
 
     #[test]
     fn when_the_first_waiting_cell_is_cancelled_the_next_one_has_its_turn_and_a_file_needs_none() {
-        let cancelled = refused(Refusal::Cancelled);
-        let cancel = Event::CancelAsked(2);
-        let cells = [(2, Kind::Cell), (3, Kind::Cell)];
+        let cancelled = refused(RequestRefusal::Cancelled);
+        let cancel = SessionEvent::CancelAsked(2);
+        let cells = [(2, RequestKind::Cell), (3, RequestKind::Cell)];
         check_copies(
             State::Waiting,
             Copies::Off,
             &cells,
-            &[cancel, Event::TurnCame],
+            &[cancel, SessionEvent::PermitGranted],
             &[cancelled, Action::Start(3)],
         );
         check_copies(
             State::Waiting,
             Copies::Off,
             &cells,
-            &[Event::CancelAsked(3), cancel],
+            &[SessionEvent::CancelAsked(3), cancel],
             &[
-                Action::Answer(3, Answer::Refused(Refusal::Cancelled)),
+                Action::Answer(3, RequestEnd::Refused(RequestRefusal::Cancelled)),
                 cancelled,
             ],
         );
-        let file = [(2, Kind::Cell), (3, Kind::File)];
+        let file = [(2, RequestKind::Cell), (3, RequestKind::File)];
         check_copies(
             State::Waiting,
             Copies::Off,
@@ -792,7 +828,7 @@ mod tests {
 
     #[test]
     fn a_running_request_is_interrupted_once() {
-        for kind in [Kind::Cell, Kind::File] {
+        for kind in [RequestKind::Cell, RequestKind::File] {
             let stopping = |stop| State::Running {
                 request: 1,
                 kind,
@@ -800,32 +836,32 @@ mod tests {
             };
             check(
                 running(1, kind),
-                Event::CancelAsked(1),
+                SessionEvent::CancelAsked(1),
                 stopping(Stop::Cancelled),
                 &[Action::Interrupt],
             );
             check(
                 running(1, kind),
-                Event::TimeIsUp,
+                SessionEvent::TimeIsUp,
                 stopping(Stop::TimedOut),
                 &[Action::Interrupt],
             );
         }
-        check(STOPPING, Event::CancelAsked(1), STOPPING, &[]);
-        check(STOPPING, Event::TimeIsUp, STOPPING, &[]);
+        check(STOPPING, SessionEvent::CancelAsked(1), STOPPING, &[]);
+        check(STOPPING, SessionEvent::TimeIsUp, STOPPING, &[]);
         for state in STATES
             .into_iter()
             .filter(|state| !matches!(state, State::Running { .. }))
         {
-            check(state, Event::TimeIsUp, state, &[]);
+            check(state, SessionEvent::TimeIsUp, state, &[]);
         }
     }
 
     #[test]
     fn a_fork_that_is_cancelled_is_answered_at_once_and_its_copying_goes_on() {
-        let cancelled = answer(Answer::Refused(Refusal::Cancelled));
-        check(FORKING, Event::CancelAsked(1), COPYING, &[cancelled]);
-        check(COPYING, Event::CancelAsked(1), COPYING, &[]);
+        let cancelled = answer(RequestEnd::Refused(RequestRefusal::Cancelled));
+        check(FORKING, SessionEvent::CancelAsked(1), COPYING, &[cancelled]);
+        check(COPYING, SessionEvent::CancelAsked(1), COPYING, &[]);
     }
 
     #[test]
@@ -835,12 +871,12 @@ mod tests {
                 State::Starting { .. } | State::Replacing => {
                     check(
                         state,
-                        Event::Started { copied: false },
-                        running(2, Kind::File),
+                        SessionEvent::Started { copied: false },
+                        running(2, RequestKind::File),
                         &[Action::Start(2)],
                     );
                 }
-                _ => check(state, Event::Started { copied: false }, state, &[]),
+                _ => check(state, SessionEvent::Started { copied: false }, state, &[]),
             }
         }
     }
@@ -848,13 +884,13 @@ mod tests {
     #[test]
     fn a_failed_start_ends_a_new_session_and_keeps_the_files_of_an_old_one() {
         for state in STATES {
-            let failed = [refused(Refusal::StartFailed)];
+            let failed = [refused(RequestRefusal::StartFailed)];
             match state {
-                STARTING => check(state, Event::StartFailed, State::Gone, &failed),
+                STARTING => check(state, SessionEvent::StartFailed, State::Gone, &failed),
                 RESTARTING | State::Replacing => {
-                    check(state, Event::StartFailed, State::Ended, &failed)
+                    check(state, SessionEvent::StartFailed, State::Ended, &failed)
                 }
-                _ => check(state, Event::StartFailed, state, &[]),
+                _ => check(state, SessionEvent::StartFailed, state, &[]),
             }
         }
     }
@@ -862,20 +898,25 @@ mod tests {
     #[test]
     fn only_the_end_of_the_running_request_counts() {
         for state in [RUNNING, CELL] {
-            let actions = [answer(Answer::Finished), Action::Start(2)];
-            check(state, Event::Finished(1), running(2, Kind::File), &actions);
+            let actions = [answer(RequestEnd::Finished), Action::Start(2)];
+            check(
+                state,
+                SessionEvent::Finished(1),
+                running(2, RequestKind::File),
+                &actions,
+            );
         }
-        let kept = answer(Answer::Stopped(Stop::TimedOut, StateAfter::Kept));
+        let kept = answer(RequestEnd::Stopped(Stop::TimedOut, StateAfter::Kept));
         check(
             STOPPING,
-            Event::Finished(1),
-            running(2, Kind::File),
+            SessionEvent::Finished(1),
+            running(2, RequestKind::File),
             &[kept, Action::Start(2)],
         );
-        check(FORKING, Event::Finished(1), FORKING, &[]);
+        check(FORKING, SessionEvent::Finished(1), FORKING, &[]);
         for state in STATES {
-            check(state, Event::Finished(77), state, &[]);
-            check(state, Event::Finished(2), state, &[]);
+            check(state, SessionEvent::Finished(77), state, &[]);
+            check(state, SessionEvent::Finished(2), state, &[]);
         }
     }
 
@@ -885,53 +926,61 @@ mod tests {
             match state {
                 COPYING => check(
                     state,
-                    Event::Copied,
-                    running(2, Kind::File),
+                    SessionEvent::Copied,
+                    running(2, RequestKind::File),
                     &[Action::Start(2)],
                 ),
                 FORKING => {
-                    let actions = [answer(Answer::Finished), Action::Start(2)];
-                    check(state, Event::Copied, running(2, Kind::File), &actions);
+                    let actions = [answer(RequestEnd::Finished), Action::Start(2)];
+                    check(
+                        state,
+                        SessionEvent::Copied,
+                        running(2, RequestKind::File),
+                        &actions,
+                    );
                 }
-                _ => check(state, Event::Copied, state, &[]),
+                _ => check(state, SessionEvent::Copied, state, &[]),
             }
         }
     }
 
     #[test]
     fn the_state_is_copied_before_a_cell_and_not_before_a_file_or_a_fork() {
-        let cell = [Event::Submitted(3, Kind::Cell), Event::Copied];
-        let file = [Event::Submitted(3, Kind::File)];
+        let cell = [
+            SessionEvent::Submitted(3, RequestKind::Cell),
+            SessionEvent::Copied,
+        ];
+        let file = [SessionEvent::Submitted(3, RequestKind::File)];
         check_copies(
             State::Idle,
             Copies::Wanted,
             &[],
             &cell,
-            &[Action::Copy, Action::AskTurn],
+            &[Action::Copy, Action::RequestPermit],
         );
         check_copies(
             State::Idle,
             Copies::Tried,
             &[],
             &cell[..1],
-            &[Action::AskTurn],
+            &[Action::RequestPermit],
         );
         check_copies(
             State::Idle,
             Copies::Off,
             &[],
             &cell[..1],
-            &[Action::AskTurn],
+            &[Action::RequestPermit],
         );
         check_copies(State::Idle, Copies::Wanted, &[], &file, &[Action::Start(3)]);
-        let fork = [Event::Submitted(3, Kind::Fork)];
+        let fork = [SessionEvent::Submitted(3, RequestKind::Fork)];
         check_copies(State::Idle, Copies::Wanted, &[], &fork, &[Action::Fork(3)]);
     }
 
     #[test]
     fn the_state_is_copied_after_a_cell_that_changed_it_when_nobody_waits() {
-        let finished = answer(Answer::Finished);
-        let changed = [Event::Changed, Event::Finished(1)];
+        let finished = answer(RequestEnd::Finished);
+        let changed = [SessionEvent::Changed, SessionEvent::Finished(1)];
         check_copies(
             CELL,
             Copies::Tried,
@@ -944,14 +993,14 @@ mod tests {
         check_copies(
             CELL,
             Copies::Tried,
-            &[(2, Kind::File)],
+            &[(2, RequestKind::File)],
             &changed,
             &[finished, Action::Start(2)],
         );
         check_copies(
             CELL,
             Copies::Tried,
-            &[(2, Kind::Cell)],
+            &[(2, RequestKind::Cell)],
             &changed,
             &[finished, Action::Copy],
         );
@@ -961,59 +1010,59 @@ mod tests {
     #[test]
     fn the_same_state_is_never_copied_twice() {
         let twice = [
-            Event::Submitted(3, Kind::Cell),
-            Event::Copied,
-            Event::TurnCame,
-            Event::Finished(3),
-            Event::Submitted(4, Kind::Cell),
+            SessionEvent::Submitted(3, RequestKind::Cell),
+            SessionEvent::Copied,
+            SessionEvent::PermitGranted,
+            SessionEvent::Finished(3),
+            SessionEvent::Submitted(4, RequestKind::Cell),
         ];
-        let finished = Action::Answer(3, Answer::Finished);
+        let finished = Action::Answer(3, RequestEnd::Finished);
         let actions = [
             Action::Copy,
-            Action::AskTurn,
+            Action::RequestPermit,
             Action::Start(3),
             finished,
-            Action::AskTurn,
+            Action::RequestPermit,
         ];
         check_copies(State::Idle, Copies::Wanted, &[], &twice, &actions);
     }
 
     #[test]
     fn a_fresh_interpreter_is_copied_before_its_first_cell_and_a_restored_one_is_not() {
-        let cell = [(2, Kind::Cell)];
+        let cell = [(2, RequestKind::Cell)];
         for state in [STARTING, RESTARTING] {
             check_copies(
                 state,
                 Copies::Tried,
                 &cell,
-                &[Event::Started { copied: false }],
+                &[SessionEvent::Started { copied: false }],
                 &[Action::Copy],
             );
             check_copies(
                 state,
                 Copies::Tried,
                 &[],
-                &[Event::Started { copied: false }],
+                &[SessionEvent::Started { copied: false }],
                 &[],
             );
         }
         let restored = [
-            Event::ReplaceAsked,
-            Event::Started { copied: false },
-            Event::Submitted(3, Kind::Cell),
+            SessionEvent::ReplaceAsked,
+            SessionEvent::Started { copied: false },
+            SessionEvent::Submitted(3, RequestKind::Cell),
         ];
         check_copies(
             State::Ended,
             Copies::Wanted,
             &[],
             &restored,
-            &[Action::Replace, Action::AskTurn],
+            &[Action::Replace, Action::RequestPermit],
         );
         let adopted = [
-            Event::ReplaceAsked,
-            Event::Changed,
-            Event::Started { copied: false },
-            Event::Submitted(3, Kind::Cell),
+            SessionEvent::ReplaceAsked,
+            SessionEvent::Changed,
+            SessionEvent::Started { copied: false },
+            SessionEvent::Submitted(3, RequestKind::Cell),
         ];
         check_copies(
             State::Idle,
@@ -1027,21 +1076,21 @@ mod tests {
     #[test]
     fn where_nothing_can_be_copied_it_is_not_tried_again() {
         let events = [
-            Event::CopiesImpossible,
-            Event::Copied,
-            Event::TurnCame,
-            Event::Changed,
-            Event::Finished(2),
+            SessionEvent::CopiesImpossible,
+            SessionEvent::Copied,
+            SessionEvent::PermitGranted,
+            SessionEvent::Changed,
+            SessionEvent::Finished(2),
         ];
         let actions = [
-            Action::AskTurn,
+            Action::RequestPermit,
             Action::Start(2),
-            Action::Answer(2, Answer::Finished),
+            Action::Answer(2, RequestEnd::Finished),
         ];
         check_copies(
             COPYING,
             Copies::Tried,
-            &[(2, Kind::Cell)],
+            &[(2, RequestKind::Cell)],
             &events,
             &actions,
         );
@@ -1054,14 +1103,14 @@ mod tests {
                 State::Idle | COPYING | State::Ended => {
                     check(
                         state,
-                        Event::ReplaceAsked,
+                        SessionEvent::ReplaceAsked,
                         State::Replacing,
                         &[Action::Replace],
                     );
                 }
                 _ => check(
                     state,
-                    Event::ReplaceAsked,
+                    SessionEvent::ReplaceAsked,
                     state,
                     &[Action::RefuseReplacement],
                 ),
@@ -1071,37 +1120,50 @@ mod tests {
 
     #[test]
     fn code_that_ignores_the_interrupt_loses_its_state() {
-        let lost = answer(Answer::Stopped(Stop::TimedOut, StateAfter::Lost));
+        let lost = answer(RequestEnd::Stopped(Stop::TimedOut, StateAfter::Lost));
         check(
             STOPPING,
-            Event::GraceIsOver,
+            SessionEvent::GraceIsOver,
             State::Ended,
-            &[Action::Kill, lost, refused(Refusal::Ended)],
+            &[Action::Kill, lost, refused(RequestRefusal::Ended)],
         );
         check(
             STOPPING,
-            Event::InterpreterGone,
+            SessionEvent::InterpreterGone,
             State::Ended,
-            &[lost, refused(Refusal::Ended)],
+            &[lost, refused(RequestRefusal::Ended)],
         );
         for state in STATES.into_iter().filter(|state| *state != STOPPING) {
-            check(state, Event::GraceIsOver, state, &[]);
+            check(state, SessionEvent::GraceIsOver, state, &[]);
         }
     }
 
     #[test]
     fn the_end_of_the_interpreter_ends_the_session_and_not_its_files() {
-        let gone = [answer(Answer::InterpreterGone), refused(Refusal::Ended)];
+        let gone = [
+            answer(RequestEnd::InterpreterGone),
+            refused(RequestRefusal::Ended),
+        ];
         for state in STATES {
             match state {
                 RUNNING | CELL | FORKING => {
-                    check(state, Event::InterpreterGone, State::Ended, &gone)
+                    check(state, SessionEvent::InterpreterGone, State::Ended, &gone)
                 }
-                COPYING => check(state, Event::InterpreterGone, State::Ended, &gone[1..]),
-                State::Waiting => check(state, Event::InterpreterGone, State::Ended, &gone[1..]),
-                State::Idle => check(state, Event::InterpreterGone, State::Ended, &[]),
+                COPYING => check(
+                    state,
+                    SessionEvent::InterpreterGone,
+                    State::Ended,
+                    &gone[1..],
+                ),
+                State::Waiting => check(
+                    state,
+                    SessionEvent::InterpreterGone,
+                    State::Ended,
+                    &gone[1..],
+                ),
+                State::Idle => check(state, SessionEvent::InterpreterGone, State::Ended, &[]),
                 STOPPING => {}
-                _ => check(state, Event::InterpreterGone, state, &[]),
+                _ => check(state, SessionEvent::InterpreterGone, state, &[]),
             }
         }
     }
@@ -1111,23 +1173,28 @@ mod tests {
         for state in STATES {
             let broken = [
                 Action::Kill,
-                answer(Answer::ProtocolBroken),
-                refused(Refusal::Ended),
+                answer(RequestEnd::ProtocolBroken),
+                refused(RequestRefusal::Ended),
             ];
             match state {
                 State::Running { .. } | FORKING => {
-                    check(state, Event::ProtocolBroken, State::Ended, &broken)
+                    check(state, SessionEvent::ProtocolBroken, State::Ended, &broken)
                 }
                 COPYING | State::Waiting => {
                     check(
                         state,
-                        Event::ProtocolBroken,
+                        SessionEvent::ProtocolBroken,
                         State::Ended,
                         &[Action::Kill, broken[2]],
                     );
                 }
-                State::Idle => check(state, Event::ProtocolBroken, State::Ended, &[Action::Kill]),
-                _ => check(state, Event::ProtocolBroken, state, &[]),
+                State::Idle => check(
+                    state,
+                    SessionEvent::ProtocolBroken,
+                    State::Ended,
+                    &[Action::Kill],
+                ),
+                _ => check(state, SessionEvent::ProtocolBroken, state, &[]),
             }
         }
     }
@@ -1136,24 +1203,30 @@ mod tests {
     fn a_reset_acts_at_once_in_every_state() {
         for state in STATES {
             let actions = [
-                answer(Answer::Reset),
-                refused(Refusal::Reset),
+                answer(RequestEnd::Reset),
+                refused(RequestRefusal::Reset),
                 Action::Restart,
             ];
             match state {
                 State::Running { .. } | FORKING => {
-                    check(state, Event::ResetAsked, RESTARTING, &actions)
+                    check(state, SessionEvent::ResetAsked, RESTARTING, &actions)
                 }
                 COPYING | State::Replacing | State::Waiting => {
-                    check(state, Event::ResetAsked, RESTARTING, &actions[1..]);
+                    check(state, SessionEvent::ResetAsked, RESTARTING, &actions[1..]);
                 }
-                State::Idle | State::Ended => {
-                    check(state, Event::ResetAsked, RESTARTING, &[Action::Restart])
-                }
-                State::Starting { .. } => {
-                    check(state, Event::ResetAsked, state, &[refused(Refusal::Reset)])
-                }
-                _ => check(state, Event::ResetAsked, state, &[]),
+                State::Idle | State::Ended => check(
+                    state,
+                    SessionEvent::ResetAsked,
+                    RESTARTING,
+                    &[Action::Restart],
+                ),
+                State::Starting { .. } => check(
+                    state,
+                    SessionEvent::ResetAsked,
+                    state,
+                    &[refused(RequestRefusal::Reset)],
+                ),
+                _ => check(state, SessionEvent::ResetAsked, state, &[]),
             }
         }
     }
@@ -1161,15 +1234,18 @@ mod tests {
     #[test]
     fn leaving_answers_everybody() {
         for state in STATES {
-            let actions = [answer(Answer::Closed), refused(Refusal::Closed)];
+            let actions = [answer(RequestEnd::Closed), refused(RequestRefusal::Closed)];
             match state {
                 State::Running { .. } | FORKING => {
-                    check(state, Event::ShutdownAsked, State::Gone, &actions)
+                    check(state, SessionEvent::ShutdownAsked, State::Gone, &actions)
                 }
-                state if waits(state) => {
-                    check(state, Event::ShutdownAsked, State::Gone, &actions[1..])
-                }
-                _ => check(state, Event::ShutdownAsked, State::Gone, &[]),
+                state if waits(state) => check(
+                    state,
+                    SessionEvent::ShutdownAsked,
+                    State::Gone,
+                    &actions[1..],
+                ),
+                _ => check(state, SessionEvent::ShutdownAsked, State::Gone, &[]),
             }
         }
     }
@@ -1177,22 +1253,24 @@ mod tests {
     /// An event; the id of a submitted request is chosen later.
     #[derive(Debug, Clone)]
     enum Step {
-        Submit(Kind),
-        Happen(Event),
+        Submit(RequestKind),
+        Happen(SessionEvent),
     }
 
     fn step() -> impl Strategy<Value = Step> {
         prop_oneof![
-            4 => prop::sample::select(vec![Kind::Cell, Kind::File, Kind::Fork])
+            4 => prop::sample::select(vec![RequestKind::Cell, RequestKind::File, RequestKind::Fork])
                 .prop_map(Step::Submit),
-            1 => (0u64..40).prop_map(|request| Step::Happen(Event::CancelAsked(request))),
-            3 => (0u64..40).prop_map(|request| Step::Happen(Event::Finished(request))),
+            1 => (0u64..40).prop_map(|request| Step::Happen(SessionEvent::CancelAsked(request))),
+            3 => (0u64..40).prop_map(|request| Step::Happen(SessionEvent::Finished(request))),
             5 => prop::sample::select(vec![
-                Event::Started { copied: false }, Event::StartFailed, Event::TimeIsUp,
-                Event::GraceIsOver, Event::InterpreterGone, Event::ProtocolBroken,
-                Event::ResetAsked, Event::Changed, Event::Copied, Event::Copied,
-                Event::TurnCame, Event::TurnCame, Event::TurnCame, Event::TurnRefused,
-                Event::CopiesImpossible, Event::ReplaceAsked,
+                SessionEvent::Started { copied: false }, SessionEvent::StartFailed,
+                SessionEvent::TimeIsUp, SessionEvent::GraceIsOver, SessionEvent::InterpreterGone,
+                SessionEvent::ProtocolBroken, SessionEvent::ResetAsked, SessionEvent::Changed,
+                SessionEvent::Copied, SessionEvent::Copied, SessionEvent::PermitGranted,
+                SessionEvent::PermitGranted, SessionEvent::PermitGranted,
+                SessionEvent::PermitRefused, SessionEvent::CopiesImpossible,
+                SessionEvent::ReplaceAsked,
             ]).prop_map(Step::Happen),
         ]
     }
@@ -1208,9 +1286,9 @@ mod tests {
             let submitted =
                 steps.iter().filter(|step| matches!(step, Step::Submit(_))).count() as u64;
             let mut next = 0;
-            for step in steps.into_iter().chain([Step::Happen(Event::ShutdownAsked)]) {
+            for step in steps.into_iter().chain([Step::Happen(SessionEvent::ShutdownAsked)]) {
                 let event = match step {
-                    Step::Submit(kind) => { next += 1; Event::Submitted(next - 1, kind) }
+                    Step::Submit(kind) => { next += 1; SessionEvent::Submitted(next - 1, kind) }
                     Step::Happen(event) => event,
                 };
                 for action in machine.next(event) {

@@ -7,15 +7,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::{Asked, ExecutionId, Outcome, SessionId};
-
-/// How a call that runs code ended.
-#[derive(Debug, Clone, Serialize, Deserialize)]
-pub enum Executed {
-    Finished(Box<Outcome>),
-    /// The caller's wait ended first. The code continues, and `check` reports on it.
-    Underway(Underway),
-}
+use super::{ApprovalRequest, ExecutionId, Outcome, SessionId};
 
 /// An execution that has not finished.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -43,7 +35,7 @@ pub struct Underway {
     /// Approval requests that must be decided before all of it continues. Its clock is paused
     /// meanwhile.
     #[serde(default)]
-    pub asks: Vec<Asked>,
+    pub approvals: Vec<ApprovalRequest>,
     /// Boxed, because it is nearly always empty.
     #[serde(default)]
     pub others: Box<Others>,
@@ -70,26 +62,27 @@ pub struct Uncollected {
     pub failure: Option<String>,
 }
 
-/// Status of a requested execution.
+/// Status of an execution, as reported to a caller.
 #[derive(Debug, Clone, Serialize, Deserialize)]
-pub enum Checked {
+pub enum ExecutionReport {
     Finished {
         session: SessionId,
         outcome: Box<Outcome>,
         /// The result was collected before.
         again: bool,
     },
+    /// The caller's wait ended first. The code continues, and `check` reports on it.
     Underway(Underway),
-    /// The session has no execution, or it was too long ago.
+    /// The session has no execution, or it was too long ago. Only for `check`.
     Nothing,
 }
 
 /// Reference to an execution.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Which {
+pub enum ExecutionRef {
     /// The first of a session whose result was not collected, or else the last one.
-    Of(SessionId),
-    This(ExecutionHandle),
+    InSession(SessionId),
+    Handle(ExecutionHandle),
 }
 
 /// Id of an execution for its owner: 128 random bits, so that it cannot be guessed.

@@ -23,7 +23,7 @@ pub(super) const LARGEST_UPLOAD: u64 = 1024 * 1024 * 1024;
 /// Unfinished uploads per principal.
 const MOST_UPLOADS: usize = 8;
 /// How long an upload waits for its next part.
-const PATIENCE: Duration = Duration::from_secs(3600);
+const UPLOAD_TIMEOUT: Duration = Duration::from_secs(3600);
 /// Bytes copied in one step.
 const CHUNK: usize = 256 * 1024;
 
@@ -50,17 +50,17 @@ type Key = (Principal, SessionId, String);
 /// The unfinished uploads of a server.
 #[derive(Default)]
 pub(super) struct Uploads {
-    shelf: Mutex<Shelf>,
+    staging: Mutex<Staging>,
 }
 
 #[derive(Default)]
-struct Shelf {
-    places: HashMap<Key, Place>,
+struct Staging {
+    places: HashMap<Key, UploadState>,
     /// Whether a task that removes abandoned uploads is running.
     is_watched: bool,
 }
 
-enum Place {
+enum UploadState {
     Here(Staged),
     /// A part is being received.
     Lent {
@@ -77,22 +77,22 @@ struct Staged {
 impl Uploads {
     /// Returns how many bytes of an upload have arrived.
     pub(super) fn size(&self, owner: &Principal, id: &SessionId, path: &InsidePath) -> Option<u64> {
-        match self.shelf().places.get(&key(owner, id, path))? {
-            Place::Here(staged) => Some(staged.size),
-            Place::Lent { size } => Some(*size),
+        match self.staging().places.get(&key(owner, id, path))? {
+            UploadState::Here(staged) => Some(staged.size),
+            UploadState::Lent { size } => Some(*size),
         }
     }
 
     /// Returns the bytes of one principal's unfinished uploads.
     pub(super) fn bytes_of(&self, owner: &Principal) -> u64 {
-        let shelf = self.shelf();
-        let sizes = shelf
+        let staging = self.staging();
+        let sizes = staging
             .places
             .iter()
             .filter(|((of, ..), _)| of == owner)
             .map(|(_, place)| match place {
-                Place::Here(staged) => staged.size,
-                Place::Lent { size } => *size,
+                UploadState::Here(staged) => staged.size,
+                UploadState::Lent { size } => *size,
             });
         sizes.sum()
     }
@@ -144,23 +144,23 @@ impl Uploads {
     /// Removes the uploads to a session that is gone.
     pub(super) fn forget(&self, owner: &Principal, id: &SessionId) {
         let is_other = |(of, session, _): &Key| of != owner || session != id;
-        self.shelf()
+        self.staging()
             .places
-            .retain(|key, place| is_other(key) || matches!(place, Place::Lent { .. }));
+            .retain(|key, place| is_other(key) || matches!(place, UploadState::Lent { .. }));
     }
 
     /// Takes an upload out of the table, if its size is `offset`.
     fn lend(self: &Arc<Uploads>, key: Key, id: &SessionId, offset: u64) -> Result<Lent, Refused> {
-        let mut shelf = self.shelf();
-        let places = &mut shelf.places;
+        let mut staging = self.staging();
+        let places = &mut staging.places;
         let stands = match places.get(&key) {
-            Some(Place::Lent { .. }) => {
+            Some(UploadState::Lent { .. }) => {
                 return Err(Refused::Occupied {
                     id: id.clone(),
                     then: Retry::SendUploadPart,
                 });
             }
-            Some(Place::Here(staged)) => staged.size,
+            Some(UploadState::Here(staged)) => staged.size,
             None => 0,
         };
         let known = places.contains_key(&key);
@@ -178,7 +178,7 @@ impl Uploads {
                     touched: Instant::now(),
                 }
             }
-            (offset, Some(Place::Here(staged))) if staged.size == offset => staged,
+            (offset, Some(UploadState::Here(staged))) if staged.size == offset => staged,
             (_, other) => {
                 other
                     .into_iter()
@@ -186,7 +186,7 @@ impl Uploads {
                 return Err(Refused::UploadOffset { expected: stands });
             }
         };
-        places.insert(key.clone(), Place::Lent { size: staged.size });
+        places.insert(key.clone(), UploadState::Lent { size: staged.size });
         Ok(Lent {
             uploads: self.clone(),
             key,
@@ -196,33 +196,34 @@ impl Uploads {
 
     /// Removes abandoned uploads, as long as there are any uploads.
     async fn watch(uploads: Weak<Uploads>) {
-        let mut next = Instant::now() + PATIENCE;
+        let mut next = Instant::now() + UPLOAD_TIMEOUT;
         loop {
             tokio::time::sleep_until(next).await;
             let Some(uploads) = uploads.upgrade() else {
                 return;
             };
-            let mut shelf = uploads.shelf();
+            let mut staging = uploads.staging();
             let now = Instant::now();
-            shelf.places.retain(|_, place| {
-                !matches!(place, Place::Here(staged) if staged.touched + PATIENCE <= now)
-            });
-            let touched = shelf.places.values().map(|place| match place {
-                Place::Here(staged) => staged.touched,
-                Place::Lent { .. } => now,
+            let is_forgotten = |staged: &Staged| staged.touched + UPLOAD_TIMEOUT <= now;
+            staging.places.retain(
+                |_, place| !matches!(place, UploadState::Here(staged) if is_forgotten(staged)),
+            );
+            let touched = staging.places.values().map(|place| match place {
+                UploadState::Here(staged) => staged.touched,
+                UploadState::Lent { .. } => now,
             });
             match touched.min() {
-                Some(oldest) => next = oldest + PATIENCE,
+                Some(oldest) => next = oldest + UPLOAD_TIMEOUT,
                 None => {
-                    shelf.is_watched = false;
+                    staging.is_watched = false;
                     return;
                 }
             }
         }
     }
 
-    fn shelf(&self) -> MutexGuard<'_, Shelf> {
-        self.shelf
+    fn staging(&self) -> MutexGuard<'_, Staging> {
+        self.staging
             .lock()
             .expect("nothing panics while it holds the uploads")
     }
@@ -269,17 +270,21 @@ impl Lent {
 
 impl Drop for Lent {
     fn drop(&mut self) {
-        let mut shelf = self.uploads.shelf();
+        let mut staging = self.uploads.staging();
         match self.staged.take() {
-            Some(staged) => drop(shelf.places.insert(self.key.clone(), Place::Here(staged))),
-            None => drop(shelf.places.remove(&self.key)),
+            Some(staged) => drop(
+                staging
+                    .places
+                    .insert(self.key.clone(), UploadState::Here(staged)),
+            ),
+            None => drop(staging.places.remove(&self.key)),
         }
         // Without a runtime the server has ended, and there is nothing left to remove.
-        if !shelf.is_watched
-            && !shelf.places.is_empty()
+        if !staging.is_watched
+            && !staging.places.is_empty()
             && let Ok(runtime) = tokio::runtime::Handle::try_current()
         {
-            shelf.is_watched = true;
+            staging.is_watched = true;
             runtime.spawn(Uploads::watch(Arc::downgrade(&self.uploads)));
         }
     }

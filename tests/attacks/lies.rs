@@ -75,7 +75,7 @@ impl Scene {
                 assert!(
                     matches!(
                         outcome.status,
-                        Status::Nonsense { .. } | Status::Died { .. }
+                        Status::ProtocolError { .. } | Status::Died { .. }
                     ),
                     "{:?}",
                     outcome.status
@@ -138,7 +138,7 @@ in_every_place! {
              os.write(channel, struct.pack('>II', 4 + len(head), len(head)) + head)",
         ] {
             let status = scene.lie(words).await;
-            assert!(matches!(status, Status::Nonsense { .. }), "{words}: {status:?}");
+            assert!(matches!(status, Status::ProtocolError { .. }), "{words}: {status:?}");
             scene.usable_or_plainly_gone().await;
         }
         // Control: a cell that only looks for the channel completes.
@@ -153,11 +153,11 @@ in_every_place! {
         assert!(!matches!(status, Status::Raised(_)), "{status:?}");
         scene.usable_or_plainly_gone().await;
         let status = scene.lie("os.close(channel)").await;
-        assert!(matches!(status, Status::Nonsense { .. } | Status::Died { .. }), "{status:?}");
+        assert!(matches!(status, Status::ProtocolError { .. } | Status::Died { .. }), "{status:?}");
         scene.usable_or_plainly_gone().await;
         let shutdown = "socket.socket(fileno=os.dup(channel)).shutdown(socket.SHUT_RDWR)";
         let status = scene.lie(shutdown).await;
-        assert!(matches!(status, Status::Nonsense { .. } | Status::Died { .. }), "{status:?}");
+        assert!(matches!(status, Status::ProtocolError { .. } | Status::Died { .. }), "{status:?}");
         scene.usable_or_plainly_gone().await;
     }
 

@@ -417,7 +417,7 @@ for write_ends in ([writer, writer], [reader, writer], [writer, both]):
                       pair[1].fileno()])";
         assert!(matches!(
             session.execute(socket).await.unwrap().status,
-            Status::Nonsense { .. }
+            Status::ProtocolError { .. }
         ));
     });
 }

@@ -3,7 +3,7 @@
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use cellblock::approval::{Defaults, Effect, Policy, Rule};
+use cellblock::approval::{Defaults, Effect, Policy, PolicyRule};
 use cellblock::sandbox::container::EngineKind;
 use cellblock::session::{Approvals, StateAfter, Status};
 use serde_json::json;
@@ -277,7 +277,7 @@ fn a_rule_about_a_command_holds_in_forks_too_whatever_their_folder_is_called() {
             ..Defaults::default()
         });
         policy.add(
-            Rule::parse(&json!({"allow": {"command": "pwd"}})).unwrap(),
+            PolicyRule::parse(&json!({"allow": {"command": "pwd"}})).unwrap(),
             "the test",
         );
         let approvals = Approvals {

@@ -5,11 +5,12 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use cellblock::approval::{Answer, Defaults, Effect, Policy};
+use cellblock::approval::{ApprovalAnswer, Defaults, Effect, Policy};
 use cellblock::sandbox::container::ContainerBind;
 use cellblock::sandbox::{Backend, LaunchError, LayerKind};
 use cellblock::session::{
-    Approvals, Asking, Checked, Decision, ExecuteRequest, Executed, News, Outcome, Principal, Which,
+    Approvals, Approver, Decision, ExecuteRequest, ExecutionRef, ExecutionReport, Outcome,
+    Principal, ProgressChannel,
 };
 use tokio_util::sync::CancellationToken;
 
@@ -213,7 +214,7 @@ fn a_session_reaches_no_more_than_each_fork_that_shares_its_container_may() {
             code: String::new(),
             timeout: Duration::from_secs(60),
             max_output_chars: 1000,
-            asking: Asking::Nobody,
+            asking: Approver::Nobody,
             rules: Some(narrow),
             recorder: Default::default(),
         };
@@ -243,7 +244,7 @@ async fn answered(
     backend: &Containers,
     session: &Session,
     code: &str,
-    answer: Answer,
+    answer: ApprovalAnswer,
 ) -> (Vec<String>, Outcome) {
     let (sessions, owner, long) = (
         &backend.sessions,
@@ -254,11 +255,11 @@ async fn answered(
         code: code.to_owned(),
         timeout: long,
         max_output_chars: 1000,
-        asking: Asking::Person,
+        asking: Approver::Person,
         rules: None,
         recorder: Default::default(),
     };
-    let news = || News::new(String::new());
+    let news = || ProgressChannel::new(String::new());
     let begun = sessions
         .begin(
             &owner,
@@ -270,11 +271,12 @@ async fn answered(
         )
         .await;
     let underway = match begun.unwrap() {
-        Executed::Underway(underway) => underway,
-        Executed::Finished(outcome) => return (Vec::new(), *outcome),
+        ExecutionReport::Underway(underway) => underway,
+        ExecutionReport::Finished { outcome, .. } => return (Vec::new(), *outcome),
+        ExecutionReport::Nothing => unreachable!("it was submitted"),
     };
     let decisions = underway
-        .asks
+        .approvals
         .iter()
         .map(|asked| Decision {
             id: asked.id,
@@ -286,12 +288,22 @@ async fn answered(
         .await
         .unwrap();
     match sessions
-        .check(&owner, &Which::This(underway.handle), long, 1000, news())
+        .check(
+            &owner,
+            &ExecutionRef::Handle(underway.handle),
+            long,
+            1000,
+            news(),
+        )
         .await
         .unwrap()
     {
-        Checked::Finished { outcome, .. } => (
-            underway.asks.into_iter().map(|asked| asked.text).collect(),
+        ExecutionReport::Finished { outcome, .. } => (
+            underway
+                .approvals
+                .into_iter()
+                .map(|asked| asked.text)
+                .collect(),
             *outcome,
         ),
         other => panic!("it has not finished: {other:?}"),
@@ -325,7 +337,8 @@ fn a_person_is_asked_about_a_name_in_the_session_that_wants_it() {
                 !session.ok(&connect).await.contains("200"),
                 "nobody can be asked"
             ); // control
-            let (asked, outcome) = answered(&backend, &session, &connect, Answer::Once).await;
+            let (asked, outcome) =
+                answered(&backend, &session, &connect, ApprovalAnswer::Once).await;
             assert_eq!(
                 (asked, printed(&outcome)),
                 (vec![question.clone()], "HTTP/1.1 200 OK\n".to_owned())
@@ -339,12 +352,12 @@ fn a_person_is_asked_about_a_name_in_the_session_that_wants_it() {
                 tokio::spawn(async move { session.execute(waits).await })
             };
             session.runs().await;
-            let (asked, outcome) = answered(&backend, &fork, &connect, Answer::Once).await;
+            let (asked, outcome) = answered(&backend, &fork, &connect, ApprovalAnswer::Once).await;
             assert_eq!(
                 (asked, printed(&outcome)),
                 (vec![question.clone()], "HTTP/1.1 200 OK\n".to_owned())
             );
-            let (asked, outcome) = answered(&backend, &fork, &connect, Answer::Deny).await;
+            let (asked, outcome) = answered(&backend, &fork, &connect, ApprovalAnswer::Deny).await;
             assert_eq!(asked, [question]);
             assert!(!printed(&outcome).contains("200"));
             assert!(

@@ -89,7 +89,7 @@ fn a_package_comes_from_a_repository_on_a_host_that_sessions_may_reach() {
         return skipped("openssl (a certificate)");
     };
     let index = Index::start(&python, Manner::Open);
-    let wish = json!({"package_name": format!("git+{}@v1.0", host.url("project.git"))});
+    let request = json!({"package_name": format!("git+{}@v1.0", host.url("project.git"))});
     for is_allowed in [true, false] {
         let mut command = program();
         command
@@ -105,7 +105,7 @@ fn a_package_comes_from_a_repository_on_a_host_that_sessions_may_reach() {
         let server = Server::spawn(&mut command, Era::Initialize);
         server.greet();
         let session = server.session();
-        let installed = session.call("install_package", wish.clone());
+        let installed = session.call("install_package", request.clone());
         if is_allowed {
             assert_eq!(installed.text(), "Successfully installed from-source-1.0");
             assert_eq!(

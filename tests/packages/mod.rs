@@ -1,16 +1,16 @@
 //! Installing packages with the real uv, from an index of our own.
 //!
 //! The installer's sandbox is a plain process in a folder here: these cases are about what uv,
-//! `installer.py` and the store make of packages. `index` is the package index, `workshop` the
+//! `installer.py` and the store make of packages. `index` is the package index, `build_sandbox` the
 //! stand-in for the sandbox. What a sandbox adds is in `sessions`, what the operator does in
 //! `program`.
 
+mod build_sandbox;
 mod git;
 pub(crate) mod index;
 mod program;
 mod proxy;
 pub(crate) mod sessions;
-mod workshop;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -19,20 +19,20 @@ use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use cellblock::packages::{
-    FileHosts, IndexSettings, IndexUrl, InstallError, Installed, Installer, Limits,
-    PACKAGES_INSIDE, Package, Requirement, Store, Wish,
+    FileHosts, IndexSettings, IndexUrl, Installed, Installer, Limits, PACKAGES_INSIDE, Package,
+    PackageError, PackageRequest, Requirement, Store,
 };
 
 use crate::support::native::{host_python, run};
 use crate::support::server::finished;
 use crate::support::{data_folder, skipped};
+use build_sandbox::Plain;
 use index::{Index, Manner, PASSWORD};
-use workshop::Plain;
 
 /// A store, an index and an installer between them.
 struct Bench {
     index: Index,
-    workshops: Plain,
+    build_sandboxes: Plain,
     installer: Installer,
     folder: tempfile::TempDir,
     told: Mutex<Vec<String>>,
@@ -49,10 +49,10 @@ impl Bench {
         change(&mut limits);
         let folder = tempfile::tempdir().unwrap();
         let installer = installer(folder.path(), &index, limits);
-        let workshops = Plain::new(&uv(), &host_python("minimal"));
+        let build_sandboxes = Plain::new(&uv(), &host_python("minimal"));
         Bench {
             index,
-            workshops,
+            build_sandboxes,
             installer,
             folder,
             told: Mutex::default(),
@@ -68,7 +68,7 @@ impl Bench {
         &self,
         requirements: &[&str],
         present: &[(&str, &str)],
-    ) -> Result<Installed, InstallError> {
+    ) -> Result<Installed, PackageError> {
         self.install_with(&self.installer, requirements, present)
     }
 
@@ -77,8 +77,8 @@ impl Bench {
         installer: &Installer,
         requirements: &[&str],
         present: &[(&str, &str)],
-    ) -> Result<Installed, InstallError> {
-        let wish = Wish {
+    ) -> Result<Installed, PackageError> {
+        let request = PackageRequest {
             requirements: Requirement::parse_all(requirements, |host, _| host == "127.0.0.1")
                 .unwrap(),
             upgrade: false,
@@ -89,7 +89,7 @@ impl Bench {
         };
         let tell =
             |step: cellblock::packages::Step| self.told.lock().unwrap().push(step.to_string());
-        run(installer.install(&wish, &self.workshops, &tell))
+        run(installer.install(&request, &self.build_sandboxes, &tell))
     }
 
     #[track_caller]
@@ -199,7 +199,7 @@ fn a_wheel_and_what_it_needs_are_installed_each_into_a_folder_of_its_own() {
 #[test]
 fn a_uv_that_does_not_run_where_it_is_needed_says_so() {
     let mut bench = Bench::new();
-    bench.workshops = Plain::new(Path::new("/no/such/uv"), &host_python("minimal"));
+    bench.build_sandboxes = Plain::new(Path::new("/no/such/uv"), &host_python("minimal"));
     let said = bench.refusal(&["pure"], &[]);
     assert!(
         said.contains("does not run here") && said.contains("GNU C library"),
@@ -286,9 +286,9 @@ fn the_second_installation_downloads_nothing() {
     let other_server = bench.another_server();
     let (elsewhere, resolved, seen) = timed(&other_server);
     assert_eq!(elsewhere, first);
-    let workshops = bench.workshops.opened();
+    let build_sandboxes = bench.build_sandboxes.opened();
     assert_eq!(
-        workshops, 2,
+        build_sandboxes, 2,
         "the first server needed one sandbox, the other one only to resolve; {seen:?}"
     );
     println!("first {cold:?}; again {warm:?}; in another server, which must resolve, {resolved:?}");
@@ -343,7 +343,7 @@ fn a_source_package_is_built_with_a_backend_of_the_index_and_belongs_to_its_sess
     let two = bench.install(&["from-source"], &[]).unwrap();
     assert_ne!(one.paths, two.paths);
     assert_eq!(
-        bench.workshops.opened(),
+        bench.build_sandboxes.opened(),
         4,
         "each build has a sandbox of its own"
     );
@@ -412,7 +412,7 @@ fn a_wheel_cannot_write_outside_and_nothing_in_it_runs() {
         folder.join("escaping.py").display().to_string(),
         "and nothing else anywhere"
     );
-    assert!(!bench.workshops.left_behind("escaped.py"));
+    assert!(!bench.build_sandboxes.left_behind("escaped.py"));
     let installed = bench.install(&["startup"], &[]).unwrap();
     assert_eq!(
         bench.python(&installed, "import startup; print('fine')"),

@@ -181,7 +181,7 @@ fn what_cannot_be_installed_is_an_error_with_the_resolvers_words() {
     let index = Index::start(&host_python("minimal"), Manner::Open);
     let server = server(&index, &[]);
     let session = server.session();
-    for (wish, words) in [
+    for (request, words) in [
         (json!("there-is-no-such-package"), "not found"),
         (json!("pure>99"), "pure"),
         (
@@ -197,10 +197,10 @@ fn what_cannot_be_installed_is_an_error_with_the_resolvers_words() {
         (json!([]), "must be"),
         (json!(7), "must be"),
     ] {
-        let refused = install(&session, wish.clone());
+        let refused = install(&session, request.clone());
         assert!(
             refused.is_error() && refused.text().contains(words),
-            "{wish}: {}",
+            "{request}: {}",
             refused.text()
         );
     }

@@ -18,9 +18,9 @@ use cellblock::environment;
 use cellblock::sandbox::native::{NativeBackend, NativeSettings, Programs, TestSwitches};
 use cellblock::sandbox::{Backend, LaunchError, Preparation, SandboxLimits, SandboxNetwork};
 use cellblock::session::{
-    Asking, CheckpointInfo, ExecuteRequest, ExploreReport, ExploreRequest, ForkNames, ForkReport,
-    InsidePath, News, Outcome, Part, Principal, Refused, ResetReport, SessionId, SessionSettings,
-    SessionState, Sessions, Status, Stream, UndoReport,
+    Approver, CheckpointInfo, ExecuteRequest, ExploreReport, ExploreRequest, ForkNames, ForkReport,
+    InsidePath, Outcome, Part, Principal, ProgressChannel, Refused, ResetReport, SessionId,
+    SessionSettings, SessionState, Sessions, Status, Stream, UndoReport,
 };
 use cellblock_jail::posture::{NAMESPACES, Posture};
 use cellblock_jail::wire::{Bind, OmittedLayer, OperatorMount};
@@ -325,7 +325,7 @@ impl Session {
             code: code.to_owned(),
             timeout,
             max_output_chars: 10_000_000,
-            asking: Asking::Nobody,
+            asking: Approver::Nobody,
             rules: None,
             recorder: Default::default(),
         };
@@ -461,7 +461,7 @@ impl Session {
                 &self.id,
                 request,
                 CancellationToken::new(),
-                News::default(),
+                ProgressChannel::default(),
             )
             .await
     }

@@ -3,7 +3,7 @@
 use serde_json::{Map, Value};
 
 use super::{Check, has_default, invalid};
-use crate::approval::{Defaults, Effect, Policy, Rule};
+use crate::approval::{Defaults, Effect, Policy, PolicyRule};
 use crate::config::layers::{SettingOrigin, WrittenValue};
 use crate::config::table::Key;
 use crate::config::{ApprovalSettings, ConfigError};
@@ -74,7 +74,7 @@ impl Check<'_> {
         }
         for (number, written) in (1..).zip(rules) {
             let line = first_line(written);
-            let rule = Rule::parse(&value(written)).map_err(|bad| {
+            let rule = PolicyRule::parse(&value(written)).map_err(|bad| {
                 invalid(
                     key,
                     &origin.at(line),

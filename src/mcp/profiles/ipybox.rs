@@ -19,7 +19,7 @@ use super::super::host_files::{HostFileError, Overwrite};
 use super::super::toolbox::{Entry, Introduction, ToolContext, Toolbox};
 use super::super::tools::Source;
 use super::super::turns::Extent;
-use super::super::{Front, McpSettings, render};
+use super::super::{Front, McpSettings, refusals, render};
 use super::{Written, failed, said, schema, telling, unknown_tool};
 use crate::auth::Scope;
 use crate::ops::{self, HostExt, Io};
@@ -129,7 +129,7 @@ impl Ipybox {
                     Err(error) if matches!(error.downcast_ref(), Some(Refused::Unknown { .. })) => {
                         Ok(CallToolResult::success(Vec::new()))
                     }
-                    Err(error) => Err(Failure(telling::with_causes(&*error))),
+                    Err(error) => Err(Failure(refusals::with_causes(&*error))),
                 }
             }
             "register_mcp_server" => register(tool_context, written).await,
@@ -258,7 +258,7 @@ struct Failure(String);
 
 impl Failure {
     fn of(error: impl Error + 'static) -> Failure {
-        Failure(telling::with_causes(&error))
+        Failure(refusals::with_causes(&error))
     }
 }
 
@@ -338,7 +338,7 @@ async fn register(
         .await
         .map_err(|error| match error.downcast::<Refused>() {
             Ok(refused) => Failure::from(*refused),
-            Err(error) => Failure(telling::with_causes(&*error)),
+            Err(error) => Failure(refusals::with_causes(&*error)),
         })?;
     let mut told: Vec<ContentBlock> = report
         .tools
@@ -461,7 +461,7 @@ fn trouble(
         // Nothing has run yet, so the folder is empty.
         Some(Refused::Unknown { .. }) => format!("File not found: {relpath}"),
         Some(refused) => telling::refusal(refused, WAY_BACK),
-        None => telling::with_causes(error),
+        None => refusals::with_causes(error),
     }
 }
 

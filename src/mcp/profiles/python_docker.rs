@@ -20,7 +20,7 @@ use serde_json::{Value, json};
 use super::super::arguments::{LARGEST_CODE, LONGEST_PATH};
 use super::super::toolbox::{Entry, Introduction, ToolContext, Toolbox};
 use super::super::turns::Extent;
-use super::super::{McpSettings, render};
+use super::super::{McpSettings, refusals, render};
 use super::modules::{Modules, Problem, answer, runners_own};
 use super::{LONGEST_NAME, Ran, Written, failed, said, schema, telling};
 use crate::auth::Scope;
@@ -254,7 +254,9 @@ impl PythonDocker {
             Status::TimedOut { state, .. } | Status::Cancelled { state } => {
                 *state == StateAfter::Kept
             }
-            Status::Died { .. } | Status::Nonsense { .. } | Status::Reset | Status::Closed => false,
+            Status::Died { .. } | Status::ProtocolError { .. } | Status::Reset | Status::Closed => {
+                false
+            }
         };
         let mut told = if is_alive {
             self.names_of(tool_context, session, given).await
@@ -390,7 +392,7 @@ struct Failure(String);
 
 impl Failure {
     fn of(error: impl std::error::Error + 'static) -> Failure {
-        Failure(telling::with_causes(&error))
+        Failure(refusals::with_causes(&error))
     }
 }
 

@@ -5,6 +5,7 @@ use base64::engine::general_purpose::STANDARD;
 use rmcp::model::ContentBlock;
 
 use super::super::duration::Seconds;
+use super::super::refusals::{self, ToolWords};
 use super::super::render;
 use crate::sandbox::Exit;
 use crate::session::{Image, Outcome, Part, Refused, StateAfter, Status, Stream};
@@ -94,7 +95,7 @@ pub(super) fn ending(status: &Status, way_back: &str) -> Option<String> {
             render::exit_text(*exit),
             lost()
         ),
-        Status::Nonsense { what } => {
+        Status::ProtocolError { what } => {
             format!(
                 "Python was ended because it broke the connection to the server ({what}). \
                      {}",
@@ -126,48 +127,7 @@ fn lost(way_back: &str) -> String {
 
 /// Says why a session refuses, without naming tools that a profile does not have.
 pub(super) fn refusal(refused: &Refused, way_back: &str) -> String {
-    match refused {
-        Refused::Unknown { id } => format!("there is no session `{id}`"),
-        Refused::Ended { why, .. } => format!("the session ended because {why}. {way_back}")
-            .trim_end()
-            .to_owned(),
-        Refused::TooManySessions { limit, own: 0, .. } => {
-            format!(
-                "no new session was created, because {limit} exist and no more are allowed. None \
-                 of them is yours: try again later"
-            )
-        }
-        Refused::TooManySessions {
-            limit, oldest_idle, ..
-        } => {
-            let names: Vec<&str> = oldest_idle.iter().map(|id| id.as_str()).collect();
-            let idle = match &names[..] {
-                [] => "none of yours is idle".to_owned(),
-                names => format!("idle the longest: {}", names.join(", ")),
-            };
-            format!(
-                "no new session was created, because {limit} exist and no more are allowed; end \
-                 one ({idle})"
-            )
-        }
-        other => with_causes(other),
-    }
-}
-
-/// Says what is wrong, with the chain of reasons.
-pub(super) fn with_causes(error: &(dyn std::error::Error + 'static)) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(reason) = cause {
-        let said = reason.to_string();
-        // A transparent error shows its cause as itself.
-        if !text.contains(&said) {
-            text.push_str(": ");
-            text.push_str(&said);
-        }
-        cause = reason.source();
-    }
-    text
+    refusals::told(refused, &ToolWords::without_tools(way_back))
 }
 
 /// Returns at most so many characters of a text, from its beginning, and whether that is all of it.
@@ -282,7 +242,7 @@ mod tests {
                 &["256 MiB", "files are gone", "Begin again."],
             ),
             (
-                Status::Nonsense {
+                Status::ProtocolError {
                     what: "noise".to_owned(),
                 },
                 &["noise", "Begin again."],
@@ -301,45 +261,6 @@ mod tests {
         }
         assert_eq!(ending(&Status::Completed, ""), None);
         assert_eq!(ending(&Status::Raised(raised()), ""), None);
-    }
-
-    #[test]
-    fn no_refusal_names_a_tool_of_the_default_profile() {
-        let id: crate::session::SessionId = "a".parse().unwrap();
-        for refused in [
-            Refused::Unknown { id: id.clone() },
-            Refused::Ended {
-                id: id.clone(),
-                why: "it expired".to_owned(),
-                undo: true,
-            },
-            Refused::TooManySessions {
-                limit: 3,
-                own: 1,
-                oldest_idle: vec![id.clone()],
-            },
-            Refused::TooManySessions {
-                limit: 3,
-                own: 1,
-                oldest_idle: vec![],
-            },
-            Refused::TooManySessions {
-                limit: 3,
-                own: 0,
-                oldest_idle: vec![],
-            },
-        ] {
-            let text = refusal(&refused, "");
-            for tool in ["list_sessions", "close_session", "undo", "`reset`"] {
-                assert!(!text.contains(tool), "{text}");
-            }
-        }
-        let full = Refused::TooManySessions {
-            limit: 3,
-            own: 1,
-            oldest_idle: vec![id],
-        };
-        assert!(refusal(&full, "").ends_with("end one (idle the longest: a)"));
     }
 
     #[test]

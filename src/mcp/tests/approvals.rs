@@ -8,12 +8,14 @@ use serde_json::{Value, json};
 use super::*;
 use crate::approval::{Defaults, Effect, Policy};
 use crate::session::Approvals;
-use crate::session::install::{InstallRequest, Installed, Installer, Source as Packages};
+use crate::session::install::{
+    InstallRequest, Installed, PackageInstaller, PackageSource as Packages,
+};
 
 /// Has everything already, and says so.
 struct Unpacker;
 
-impl Installer for Unpacker {
+impl PackageInstaller for Unpacker {
     fn install<'a>(
         &'a self,
         request: InstallRequest,

@@ -16,7 +16,7 @@ use crate::mcp::toolbox::{Entry, ToolContext};
 use crate::mcp::turns::Extent;
 use crate::mcp::{McpSettings, Shared, render};
 use crate::ops::{self, HostExt, Io};
-use crate::session::{News, SessionId, Which};
+use crate::session::{ExecutionRef, ProgressChannel, SessionId};
 
 pub(super) struct Check;
 
@@ -100,14 +100,14 @@ impl ToolDefinition for Check {
                 None => server.at_work(&session, &job).into(),
             };
         }
-        let which = Which::Of(session.clone());
+        let which = ExecutionRef::InSession(session.clone());
         if interrupt {
             let execution = which.clone();
             if let Err(refused) = sessions.run(owner, ops::Interrupt { execution }).await {
                 return render::refused(&refused).into();
             }
         }
-        let news = News::default();
+        let news = ProgressChannel::default();
         let reporter = Reporter::new(sessions.preparation(), wait, &news);
         let checking = sessions.run_with(
             owner,

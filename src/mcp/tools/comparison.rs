@@ -14,6 +14,7 @@ use rmcp::model::{CallToolResult, ContentBlock};
 use serde_json::{Value, json};
 
 use crate::mcp::duration::Seconds;
+use crate::mcp::refusals;
 use crate::mcp::render::{self, Page, bytes_text, exit_text, image_mark, summary, variable_fields};
 use crate::sandbox::Exit;
 use crate::session::{
@@ -226,7 +227,7 @@ fn told<'a>(variant: &'a VariantReport, album: &mut Album<'a>) -> Told {
         Ok(outcome) => outcome,
         Err(refused) => {
             return Told {
-                head: format!("It has not run: {refused}"),
+                head: format!("It has not run: {}", refusals::error_text(refused)),
                 ..Told::default()
             };
         }
@@ -287,7 +288,9 @@ fn why_not_ok(outcome: &Outcome) -> Option<String> {
             format!("used more than its {} of memory", bytes_text(*limit))
         }
         Status::Died { exit } => format!("Python ended: {}", exit_text(*exit)),
-        Status::Nonsense { what } => format!("Python broke the connection to the server ({what})"),
+        Status::ProtocolError { what } => {
+            format!("Python broke the connection to the server ({what})")
+        }
         Status::Reset => "stopped by a reset".to_owned(),
         Status::Closed => {
             "stopped because its session was closed or the server is ending".to_owned()
@@ -369,7 +372,7 @@ fn variant_fields(variant: &VariantReport, text: &str) -> Value {
         "variables": outcome.and_then(|outcome| outcome.variables.as_ref()).map(variable_fields),
         "error": match &variant.ended {
             Ok(outcome) => why_not_ok(outcome),
-            Err(refused) => Some(refused.to_string()),
+            Err(refused) => Some(refusals::error_text(refused)),
         },
         "score": score,
         "score_error": score_error,
@@ -653,7 +656,7 @@ mod tests {
                 "SIGSEGV",
             ),
             (
-                Status::Nonsense {
+                Status::ProtocolError {
                     what: "a frame of 9 GiB".to_owned(),
                 },
                 "a frame of 9 GiB",

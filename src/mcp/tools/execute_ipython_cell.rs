@@ -18,7 +18,7 @@ use crate::mcp::toolbox::{Entry, ToolContext};
 use crate::mcp::turns::Extent;
 use crate::mcp::{Front, McpSettings};
 use crate::sandbox::Rules;
-use crate::session::{Checked, ExecuteRequest, Executed, RecorderId, SessionId, WorkFolder};
+use crate::session::{ExecuteRequest, RecorderId, SessionId, WorkFolder};
 
 pub(super) struct Execute;
 
@@ -126,15 +126,7 @@ impl ToolDefinition for Execute {
         };
         let told = server
             .begin(owner, session, request, Some(mode.wait), context)
-            .await
-            .map(|executed| match executed {
-                Executed::Finished(outcome) => Checked::Finished {
-                    session: session.clone(),
-                    outcome,
-                    again: false,
-                },
-                Executed::Underway(underway) => Checked::Underway(underway),
-            });
+            .await;
         server
             .answer_or_ask(owner, session, told, mode, context)
             .await
@@ -209,7 +201,7 @@ mod tests {
             elapsed: Duration::from_secs(50),
             text: "epoch 1\n".to_owned(),
             omitted: 3,
-            asks: Vec::new(),
+            approvals: Vec::new(),
             others: Box::default(),
         };
         let told = render::underway(&underway, Occasion::Answer)

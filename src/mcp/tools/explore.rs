@@ -19,7 +19,9 @@ use crate::mcp::toolbox::{Entry, ToolContext};
 use crate::mcp::turns::Extent;
 use crate::mcp::{McpSettings, render};
 use crate::ops::{self, HostExt, Io};
-use crate::session::{ExploreRequest, Keep, MOST_VARIANTS, News, RecorderId, SessionId, Variant};
+use crate::session::{
+    ExploreRequest, Keep, MOST_VARIANTS, ProgressChannel, RecorderId, SessionId, Variant,
+};
 
 /// Bytes of the expression that chooses a variant. It is one number, not a program.
 const LONGEST_EXPRESSION: usize = 4096;
@@ -142,7 +144,7 @@ impl ToolDefinition for Explore {
             replace: call.replace,
             recorder: RecorderId::default(),
         };
-        let news = News::default();
+        let news = ProgressChannel::default();
         let reporter = Reporter::new(sessions.preparation(), call.timeout, &news);
         let (whose, session, told) = (owner.clone(), call.session.clone(), news.clone());
         let job = Job::begin(JobKind::Exploration, &news, |cancel| async move {

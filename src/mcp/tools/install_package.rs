@@ -24,8 +24,8 @@ use crate::mcp::toolbox::{Entry, ToolContext};
 use crate::mcp::turns::Extent;
 use crate::mcp::{McpSettings, Server, render, wire};
 use crate::ops::{self, HostExt, Io};
-use crate::session::install::{InstallReport, Leave};
-use crate::session::{Asked, Decision, News, Principal, Refused, SessionId};
+use crate::session::install::{InstallApproval, InstallReport};
+use crate::session::{ApprovalRequest, Decision, Principal, ProgressChannel, Refused, SessionId};
 
 /// How long an installation takes at most, as far as its progress is told.
 const INSTALL_TIME: Duration = Duration::from_secs(300);
@@ -162,14 +162,14 @@ impl Server {
         answer: Option<Decision>,
         context: &RequestContext<RoleServer>,
     ) -> CallToolResponse {
-        let mut leave = Leave {
+        let mut approval = InstallApproval {
             asking: ElicitationMode::of(context).asking(),
             answer,
         };
         loop {
             let question = Question::default();
             let done = self
-                .install_or_ask(owner, &session, &requirements, leave, &question, context)
+                .install_or_ask(owner, &session, &requirements, approval, &question, context)
                 .await;
             let asked = question
                 .lock()
@@ -178,11 +178,11 @@ impl Server {
             let Some(asked) = asked else {
                 return done.into();
             };
-            leave = match self
+            approval = match self
                 .ask_to_install(&session, &requirements, asked, context)
                 .await
             {
-                Ok(leave) => leave,
+                Ok(approval) => approval,
                 Err(response) => return response,
             };
         }
@@ -193,7 +193,7 @@ impl Server {
         owner: &Principal,
         session: &SessionId,
         requirements: &[String],
-        leave: Leave,
+        approval: InstallApproval,
         question: &Question,
         context: &RequestContext<RoleServer>,
     ) -> CallToolResult {
@@ -201,7 +201,7 @@ impl Server {
         let session = session.clone();
         let question = question.clone();
         let sessions = Arc::clone(&self.shared.sessions);
-        let news = News::default();
+        let news = ProgressChannel::default();
         let reporter = Reporter::new(sessions.preparation(), INSTALL_TIME, &news);
         let (whose, which, told) = (owner.clone(), session.clone(), news.clone());
         let job = Job::begin(JobKind::Installation, &news, |cancel| async move {
@@ -211,7 +211,7 @@ impl Server {
                     ops::Install {
                         session: which.clone(),
                         requirements,
-                        leave,
+                        approval,
                     },
                     Io {
                         cancel,
@@ -236,19 +236,19 @@ impl Server {
         context: &RequestContext<RoleServer>,
     ) -> Result<InstallReport, Refused> {
         let sessions = &self.shared.sessions;
-        let mut leave = Leave {
+        let mut approval = InstallApproval {
             asking: ElicitationMode::of(context).asking_meanwhile(),
             answer: None,
         };
         loop {
-            let news = News::default();
+            let news = ProgressChannel::default();
             let reporter = Reporter::new(sessions.preparation(), INSTALL_TIME, &news);
             let work = sessions.run_with(
                 owner,
                 ops::Install {
                     session: session.clone(),
                     requirements: requirements.clone(),
-                    leave,
+                    approval,
                 },
                 Io {
                     cancel: context.ct.clone(),
@@ -257,14 +257,14 @@ impl Server {
                 },
             );
             let asked = match with_progress(work, reporter, context).await {
-                Err(Refused::Ask { asked, .. }) => asked,
+                Err(Refused::ApprovalNeeded { asked, .. }) => asked,
                 done => return done,
             };
-            leave = match self
+            approval = match self
                 .ask_to_install(session, &requirements, *asked, context)
                 .await
             {
-                Ok(leave) => leave,
+                Ok(approval) => approval,
                 Err(_) => return Err(Refused::CancelledWhileWaiting),
             };
         }
@@ -272,7 +272,7 @@ impl Server {
 }
 
 /// Where an installation puts its question, since its work runs in a task of its own.
-type Question = Arc<Mutex<Option<Asked>>>;
+type Question = Arc<Mutex<Option<ApprovalRequest>>>;
 
 /// Renders what came of an installation, unless it has to be asked about.
 fn installed_or_asked(
@@ -284,7 +284,7 @@ fn installed_or_asked(
         Ok(report) => installed(session, &report),
         Err(refused) => {
             let result = render::refused(&refused);
-            if let Refused::Ask { asked, .. } = refused {
+            if let Refused::ApprovalNeeded { asked, .. } = refused {
                 *question.lock().unwrap_or_else(PoisonError::into_inner) = Some(*asked);
             }
             result

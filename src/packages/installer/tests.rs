@@ -13,25 +13,25 @@ use super::super::{IndexUrl, Proxies};
 use super::*;
 
 /// Results of runs inside: the reply and other files. `None`: the run never ends.
-type Errands = Arc<Mutex<VecDeque<Option<Vec<(String, Vec<u8>)>>>>>;
+type ScriptedReplies = Arc<Mutex<VecDeque<Option<Vec<(String, Vec<u8>)>>>>>;
 
 #[derive(Default, Clone)]
 struct Fake {
-    script: Errands,
+    script: ScriptedReplies,
     rules: Arc<Mutex<Vec<Vec<String>>>>,
     requests: Arc<Mutex<Vec<Value>>>,
 }
 
-struct FakeWorkshop {
+struct FakeBuildSandbox {
     fake: Fake,
     files: HashMap<String, Vec<u8>>,
 }
 
 #[async_trait]
-impl Workshops for Fake {
-    async fn open(&self, rules: &[String]) -> Result<Box<dyn Workshop>, InstallError> {
+impl BuildSandboxes for Fake {
+    async fn open(&self, rules: &[String]) -> Result<Box<dyn BuildSandbox>, PackageError> {
         self.rules.lock().unwrap().push(rules.to_vec());
-        Ok(Box::new(FakeWorkshop {
+        Ok(Box::new(FakeBuildSandbox {
             fake: self.clone(),
             files: HashMap::new(),
         }))
@@ -39,17 +39,17 @@ impl Workshops for Fake {
 }
 
 #[async_trait]
-impl Workshop for FakeWorkshop {
+impl BuildSandbox for FakeBuildSandbox {
     fn uv(&self) -> String {
         "/tools/uv".to_owned()
     }
 
-    async fn put(&mut self, name: &str, content: Vec<u8>) -> Result<(), InstallError> {
+    async fn put(&mut self, name: &str, content: Vec<u8>) -> Result<(), PackageError> {
         self.files.insert(name.to_owned(), content);
         Ok(())
     }
 
-    async fn run(&mut self, code: &str, _: Duration) -> Result<String, InstallError> {
+    async fn run(&mut self, code: &str, _: Duration) -> Result<String, PackageError> {
         assert_eq!(code, INSTALLER);
         self.fake
             .requests
@@ -70,13 +70,13 @@ impl Workshop for FakeWorkshop {
         Ok("what was printed".to_owned())
     }
 
-    async fn take(&mut self, name: &str, limit: u64) -> Result<std::fs::File, InstallError> {
-        let missing = || InstallError::Workshop {
+    async fn take(&mut self, name: &str, limit: u64) -> Result<std::fs::File, PackageError> {
+        let missing = || PackageError::BuildSandbox {
             why: format!("there is no {name}"),
         };
         let content = self.files.get(name).ok_or_else(missing)?;
         if content.len() as u64 > limit {
-            return Err(InstallError::TooLarge { limit });
+            return Err(PackageError::TooLarge { limit });
         }
         let mut file = tempfile::tempfile().unwrap();
         file.write_all(content).unwrap();
@@ -122,7 +122,7 @@ impl Fake {
 
 fn resolved(packages: &[(&str, &str)]) -> Value {
     let pin = |(name, version): &(&str, &str)| {
-        let hash = Key::new(&[name, version]);
+        let hash = TreeKey::new(&[name, version]);
         json!({
             "name": name, "version": version, "url": null,
             "hashes": [format!("sha256:{}", digits(&hash))],
@@ -132,7 +132,7 @@ fn resolved(packages: &[(&str, &str)]) -> Value {
 }
 
 /// Returns 64 hexadecimal digits. Their value does not matter.
-fn digits(key: &Key) -> String {
+fn digits(key: &TreeKey) -> String {
     format!("{key:?}")
         .chars()
         .filter(char::is_ascii_hexdigit)
@@ -180,17 +180,17 @@ impl Bench {
         }
     }
 
-    async fn install(&self, wish: &Wish) -> Result<Installed, InstallError> {
+    async fn install(&self, request: &PackageRequest) -> Result<Installed, PackageError> {
         let told = Arc::clone(&self.told);
         self.installer
-            .install(wish, &self.fake, &move |step| {
+            .install(request, &self.fake, &move |step| {
                 told.lock().unwrap().push(step.to_string())
             })
             .await
     }
 
-    async fn refusal(&self, wish: &Wish) -> String {
-        self.install(wish)
+    async fn refusal(&self, request: &PackageRequest) -> String {
+        self.install(request)
             .await
             .expect_err("it should be refused")
             .to_string()
@@ -201,10 +201,10 @@ impl Bench {
     }
 }
 
-fn wish(requirements: &[&str]) -> Wish {
+fn request(requirements: &[&str]) -> PackageRequest {
     let requirements =
         Requirement::parse_all(requirements, |host, _| host == "example.com").unwrap();
-    Wish {
+    PackageRequest {
         requirements,
         upgrade: false,
         present: vec![Package::new("numpy", "2.1.0")],
@@ -215,7 +215,7 @@ fn wish(requirements: &[&str]) -> Wish {
 async fn a_package_is_resolved_fetched_and_added() {
     let bench = Bench::new();
     bench.fake.has(&[("polars", "1.2.3"), ("narwhals", "2.0")]);
-    let installed = bench.install(&wish(&["polars>1"])).await.unwrap();
+    let installed = bench.install(&request(&["polars>1"])).await.unwrap();
     assert_eq!(
         installed.text,
         "Successfully installed polars-1.2.3 narwhals-2.0"
@@ -256,8 +256,8 @@ async fn a_package_is_resolved_fetched_and_added() {
 async fn the_second_installation_needs_no_sandbox_and_a_restarted_server_only_a_resolver() {
     let bench = Bench::new();
     bench.fake.has(&[("polars", "1.2.3")]);
-    let first = bench.install(&wish(&["polars"])).await.unwrap();
-    let second = bench.install(&wish(&["polars"])).await.unwrap();
+    let first = bench.install(&request(&["polars"])).await.unwrap();
+    let second = bench.install(&request(&["polars"])).await.unwrap();
     assert_eq!((first, bench.fake.opened()), (second.clone(), 1));
     let restarted = Bench {
         installer: Installer::new(
@@ -270,14 +270,17 @@ async fn the_second_installation_needs_no_sandbox_and_a_restarted_server_only_a_
     restarted
         .fake
         .answers(resolved(&[("polars", "1.2.3")]), &[]);
-    assert_eq!(restarted.install(&wish(&["polars"])).await.unwrap(), second);
+    assert_eq!(
+        restarted.install(&request(&["polars"])).await.unwrap(),
+        second
+    );
     assert_eq!(restarted.fake.opened(), 2);
 }
 
 #[tokio::test]
 async fn what_the_session_has_is_not_installed_again() {
     let bench = Bench::new();
-    let installed = bench.install(&wish(&["NumPy"])).await.unwrap();
+    let installed = bench.install(&request(&["NumPy"])).await.unwrap();
     assert_eq!(
         installed.text,
         "Requirement already satisfied: numpy (2.1.0)"
@@ -287,7 +290,10 @@ async fn what_the_session_has_is_not_installed_again() {
         .fake
         .answers(resolved(&[("numpy", "2.1.0"), ("polars", "1.2.3")]), &[]);
     bench.fake.installs(&[("polars", "1.2.3")]);
-    let installed = bench.install(&wish(&["numpy>=2", "polars"])).await.unwrap();
+    let installed = bench
+        .install(&request(&["numpy>=2", "polars"]))
+        .await
+        .unwrap();
     assert_eq!(
         installed.text,
         "Requirement already satisfied: numpy (2.1.0)\nSuccessfully installed polars-1.2.3"
@@ -309,7 +315,7 @@ async fn an_older_version_that_was_chosen_because_of_the_session_is_told_with_th
     answer["held_back"] = held("2.2.1");
     bench.fake.answers(answer.clone(), &[]);
     bench.fake.installs(&[("moviepy", "0.2")]);
-    let text = bench.install(&wish(&["moviepy"])).await.unwrap().text;
+    let text = bench.install(&request(&["moviepy"])).await.unwrap().text;
     let remark = "moviepy 0.2 is not the newest version: 2.2.1 cannot be used with numpy 2.1.0, \
                   which the session has. To get \
                   it and replace what is in its way, install \"moviepy==2.2.1\", \"numpy==1.26.4\" \
@@ -318,14 +324,14 @@ async fn an_older_version_that_was_chosen_because_of_the_session_is_told_with_th
         text,
         format!("Successfully installed moviepy-0.2\n{remark}")
     );
-    let again = bench.install(&wish(&["moviepy"])).await.unwrap().text;
+    let again = bench.install(&request(&["moviepy"])).await.unwrap().text;
     assert!(
         again.ends_with(remark),
         "an answer that is remembered says it too: {again}"
     );
     answer["held_back"] = held("2\nrm -rf");
     bench.fake.answers(answer, &[]);
-    let nonsense = bench.refusal(&wish(&["moviepy>0"])).await;
+    let nonsense = bench.refusal(&request(&["moviepy>0"])).await;
     assert!(nonsense.contains("no proper package"), "{nonsense}");
 }
 
@@ -333,9 +339,9 @@ async fn an_older_version_that_was_chosen_because_of_the_session_is_told_with_th
 async fn an_upgrade_asks_the_index_even_for_what_is_there() {
     let bench = Bench::new();
     bench.fake.has(&[("numpy", "2.2.0")]);
-    let upgrade = Wish {
+    let upgrade = PackageRequest {
         upgrade: true,
-        ..wish(&["numpy"])
+        ..request(&["numpy"])
     };
     assert_eq!(
         bench.install(&upgrade).await.unwrap().text,
@@ -352,7 +358,7 @@ async fn the_resolvers_words_come_back_without_passwords_and_with_what_can_be_do
     let words = "Because x depends on numpy>=3 and you require numpy==2.1.0 \
                  (http://me:hunter2@127.0.0.1:8080/simple)";
     bench.fake.answers(json!({"failed": words}), &[]);
-    let said = bench.refusal(&wish(&["x"])).await;
+    let said = bench.refusal(&request(&["x"])).await;
     assert!(
         said.starts_with("Because x depends on numpy>=3") && said.contains("//****@127.0.0.1"),
         "{said}"
@@ -378,15 +384,15 @@ async fn what_has_no_wheel_is_built_in_another_sandbox_and_shared_with_nobody() 
         );
         bench.fake.installs(&[("x", "1.0"), ("y", "1.0")]);
     }
-    let first = bench.install(&wish(&["x"])).await.unwrap();
-    let second = bench.install(&wish(&["x"])).await.unwrap();
+    let first = bench.install(&request(&["x"])).await.unwrap();
+    let second = bench.install(&request(&["x"])).await.unwrap();
     assert_eq!((first.private.len(), bench.fake.opened()), (2, 4));
     assert!(
         first.paths.iter().all(|path| !second.paths.contains(path)),
         "each has its own"
     );
     bench.fake.has(&[("y", "1.0")]);
-    let shared = bench.install(&wish(&["y"])).await.unwrap();
+    let shared = bench.install(&request(&["y"])).await.unwrap();
     assert!(
         shared.private.is_empty() && !first.paths.contains(&shared.paths[0]),
         "nothing built is found by others"
@@ -398,7 +404,7 @@ async fn source_code_is_built_at_once_and_its_host_is_reachable() {
     let bench = Bench::new();
     bench.fake.installs(&[("x", "1.0")]);
     let installed = bench
-        .install(&wish(&["git+https://example.com/x@main"]))
+        .install(&request(&["git+https://example.com/x@main"]))
         .await
         .unwrap();
     assert_eq!(installed.text, "Successfully installed x-1.0");
@@ -424,14 +430,14 @@ async fn nothing_is_built_where_that_is_refused_or_a_password_could_be_read() {
             json!({"failed": "x has no usable wheels", "no_wheel": true}),
             &[],
         );
-        let said = bench.refusal(&wish(&["x"])).await;
+        let said = bench.refusal(&request(&["x"])).await;
         assert!(
             said.starts_with("x has no usable wheels\nPackages are not built from source"),
             "{said}"
         );
         assert!(
             bench
-                .refusal(&wish(&["https://example.com/x.tar.gz"]))
+                .refusal(&request(&["https://example.com/x.tar.gz"]))
                 .await
                 .contains("must be built")
         );
@@ -456,11 +462,11 @@ async fn an_answer_that_does_not_fit_the_question_adds_nothing() {
         let bench = Bench::new();
         bench.fake.answers(resolved(&asked), &[]);
         bench.fake.answers(claimed, &[bytes]);
-        let said = bench.refusal(&wish(&["polars"])).await;
+        let said = bench.refusal(&request(&["polars"])).await;
         assert!(said.contains("does not fit"), "{said}");
         bench.fake.installs(&asked);
         // Control: the correct reply is accepted afterwards.
-        let installed = bench.install(&wish(&["polars"])).await.unwrap();
+        let installed = bench.install(&request(&["polars"])).await.unwrap();
         assert_eq!(installed.text, "Successfully installed polars-1.2.3");
         assert!(
             bench.fake.script.lock().unwrap().is_empty(),
@@ -481,7 +487,7 @@ async fn nonsense_from_inside_is_refused() {
         bench.fake.answers(answer, &[]);
         assert!(
             bench
-                .refusal(&wish(&["polars"]))
+                .refusal(&request(&["polars"]))
                 .await
                 .contains("does not fit")
         );
@@ -493,7 +499,7 @@ async fn nonsense_from_inside_is_refused() {
         .lock()
         .unwrap()
         .push_back(Some(Vec::new()));
-    let said = bench.refusal(&wish(&["polars"])).await;
+    let said = bench.refusal(&request(&["polars"])).await;
     assert!(
         said.contains("there is no answer.json") && said.contains("what was printed"),
         "{said}"
@@ -516,14 +522,16 @@ async fn size_is_bounded_over_all_packages_and_a_refused_build_leaves_nothing() 
         bench
             .fake
             .answers(packed.clone(), &[large.clone(), other.clone()]);
-        let result = bench.install(&wish(&["git+https://example.com/a"])).await;
+        let result = bench
+            .install(&request(&["git+https://example.com/a"]))
+            .await;
         assert_eq!(
             (result.is_ok(), bench.kept()),
             if fits { (true, 2) } else { (false, 0) }
         );
         if let Err(error) = result {
             assert!(
-                matches!(error, InstallError::TooLarge { limit: 1_399 }),
+                matches!(error, PackageError::TooLarge { limit: 1_399 }),
                 "{error}"
             );
         }
@@ -540,7 +548,7 @@ async fn what_does_not_fit_at_once_is_fetched_one_by_one() {
     bench.fake.answers(full.clone(), &[]);
     bench.fake.installs(&[("a", "1.0")]);
     bench.fake.installs(&[("b", "2.0")]);
-    let installed = bench.install(&wish(&["a", "b"])).await.unwrap();
+    let installed = bench.install(&request(&["a", "b"])).await.unwrap();
     assert_eq!(installed.text, "Successfully installed a-1.0 b-2.0");
     let asked: Vec<usize> = bench
         .fake
@@ -555,7 +563,7 @@ async fn what_does_not_fit_at_once_is_fetched_one_by_one() {
     let bench = Bench::new();
     bench.fake.answers(resolved(&[("a", "1.0")]), &[]);
     bench.fake.answers(full, &[]);
-    let said = bench.refusal(&wish(&["a"])).await;
+    let said = bench.refusal(&request(&["a"])).await;
     assert!(
         said.contains("more than 4096 MiB of disk") && said.contains("package_disk"),
         "{said}"
@@ -580,7 +588,7 @@ async fn size_is_bounded_over_packages_that_are_fetched_one_by_one() {
             .answers(json!({"failed": "full", "no_room": true}), &[]);
         bench.fake.installs(&[("a", "1.0")]);
         bench.fake.installs(&[("b", "2.0")]);
-        let result = bench.install(&wish(&["a", "b"])).await;
+        let result = bench.install(&request(&["a", "b"])).await;
         assert_eq!(result.is_ok(), fits, "{result:?}");
         if let Err(error) = result {
             assert!(error.to_string().contains("package_size"), "{error}");
@@ -592,7 +600,7 @@ async fn size_is_bounded_over_packages_that_are_fetched_one_by_one() {
 async fn an_installation_that_never_ends_is_stopped() {
     let bench = Bench::new();
     bench.fake.script.lock().unwrap().push_back(None);
-    let said = bench.refusal(&wish(&["polars"])).await;
+    let said = bench.refusal(&request(&["polars"])).await;
     assert!(said.contains("longer than 300 s"), "{said}");
 }
 
@@ -603,7 +611,7 @@ async fn certificates_of_the_index_go_inside() {
     file.write_all(b"certificate").unwrap();
     bench.installer.index.ca_file = Some(file.path().to_owned());
     bench.fake.has(&[("polars", "1.2.3")]);
-    bench.install(&wish(&["polars"])).await.unwrap();
+    bench.install(&request(&["polars"])).await.unwrap();
     assert_eq!(
         bench.fake.requests.lock().unwrap()[0]["certificates"],
         CERTIFICATES_FILE
@@ -611,7 +619,7 @@ async fn certificates_of_the_index_go_inside() {
     bench.installer.index.ca_file = Some("/nowhere/ca.pem".into());
     assert!(
         bench
-            .refusal(&wish(&["other"]))
+            .refusal(&request(&["other"]))
             .await
             .contains("certificates cannot be read")
     );
@@ -638,7 +646,7 @@ fn a_requirement_that_does_not_apply_is_said_to_need_nothing() {
         already: Vec::new(),
         held_back: Vec::new(),
     };
-    let report = report(&wish(&["tomli; python_version < '3'"]), nothing);
+    let report = report(&request(&["tomli; python_version < '3'"]), nothing);
     assert!(
         report.text.starts_with("Nothing had to be installed"),
         "{}",

@@ -39,8 +39,8 @@ impl Drop for Bench {
     }
 }
 
-fn key(version: &str) -> Key {
-    Key::new(&["index", "cp311", "pure", version])
+fn key(version: &str) -> TreeKey {
+    TreeKey::new(&["index", "cp311", "pure", version])
 }
 
 fn add(store: &Store, files: &[(&str, &str)], sharing: Sharing) -> Tree {
@@ -97,7 +97,7 @@ fn a_tree_is_found_by_its_key_in_every_server() {
     store.remember(&key("1.0"), &tree).unwrap();
     assert_eq!(neighbour.find(&key("1.0")).unwrap(), Some(tree));
     assert_eq!(store.find(&key("1.1")).unwrap(), None);
-    assert_ne!(Key::new(&["a", "b"]), Key::new(&["ab", ""]));
+    assert_ne!(TreeKey::new(&["a", "b"]), TreeKey::new(&["ab", ""]));
 }
 
 #[test]
@@ -286,7 +286,7 @@ fn many_who_add_the_same_at_once_share_one_tree() {
 fn sized(store: &Store, name: &str, bytes: usize) -> Tree {
     let (description, content) = (format!("{name}-1.0.dist-info/METADATA"), "x".repeat(bytes));
     let tree = add(store, &[(&description, &content)], Sharing::Shared);
-    store.remember(&Key::new(&[name]), &tree).unwrap();
+    store.remember(&TreeKey::new(&[name]), &tree).unwrap();
     tree
 }
 
@@ -338,7 +338,7 @@ fn what_was_not_used_for_the_longest_time_goes_first_and_only_as_much_as_needed(
     );
     assert_eq!(names(&store), ["a", "b", "d"]);
     // A lookup counts as a use.
-    store.find(&Key::new(&["a"])).unwrap().unwrap();
+    store.find(&TreeKey::new(&["a"])).unwrap().unwrap();
     drop(store);
     let store = bench.open();
     assert_eq!(store.make_room(150).unwrap().removed, 2);
@@ -427,7 +427,7 @@ fn nothing_that_is_found_while_others_make_room_is_missing_afterwards() {
             for round in 0..200 {
                 let name = ["a", "b", "c"][round % 3];
                 let tree = finder
-                    .find(&Key::new(&[name]))
+                    .find(&TreeKey::new(&[name]))
                     .unwrap()
                     .unwrap_or_else(|| sized(&finder, name, 10));
                 assert!(

@@ -22,11 +22,11 @@ use tokio::time::Instant;
 use tracing::{debug, info};
 
 use super::host_calls::{Caller, HostCalls};
-use super::network::ConnectionWanted;
-use super::shell::CommandWanted;
-use crate::approval::{Answer, Policy, Subject, Verdict};
+use super::network::ConnectionRequest;
+use super::shell::CommandRequest;
+use crate::approval::{ApprovalAnswer, Policy, Subject, Verdict};
 use crate::session::approvals::{
-    AskId, Asking, DecidedBy, Decision, Ruling, Why, Wording, keep, note, refusal,
+    ApprovalId, Approver, DecidedBy, Decision, Ruling, Why, Wording, keep, note, refusal,
 };
 use crate::session::tools::{ToolCall, ToolReason, ToolRefused};
 
@@ -36,10 +36,10 @@ const MAX_PENDING: usize = 100;
 /// Total bytes of pending approval requests.
 const MAX_PENDING_BYTES: usize = 64 * 1024 * 1024;
 /// Bytes accounted per request in addition to its text.
-const SIZE_OF_A_QUESTION: usize = 1024;
+const APPROVAL_OVERHEAD: usize = 1024;
 
 /// Action to perform when a subject is allowed.
-pub(super) enum Wanted {
+pub(super) enum PendingAction {
     Install {
         ask: u64,
         upgrade: bool,
@@ -48,29 +48,29 @@ pub(super) enum Wanted {
         ask: u64,
         size: usize,
     },
-    Command(Box<CommandWanted>),
+    Command(Box<CommandRequest>),
     /// Connections to the same name and port, held by the gateway.
     Connections(Vec<oneshot::Sender<bool>>),
 }
 
-impl Wanted {
+impl PendingAction {
     /// Returns the number of the host call, if the code itself made one.
     fn ask(&self) -> Option<u64> {
         match self {
-            Wanted::Install { ask, .. } | Wanted::Call { ask, .. } => Some(*ask),
-            Wanted::Command(wanted) => Some(wanted.ask),
-            Wanted::Connections(_) => None,
+            PendingAction::Install { ask, .. } | PendingAction::Call { ask, .. } => Some(*ask),
+            PendingAction::Command(wanted) => Some(wanted.ask),
+            PendingAction::Connections(_) => None,
         }
     }
 
     /// Returns the approximate number of bytes held while it is pending.
     fn size(&self, subject: &Subject) -> usize {
         let own = match self {
-            Wanted::Call { size, .. } => *size,
-            Wanted::Command(wanted) => wanted.size(),
-            Wanted::Install { .. } | Wanted::Connections(_) => 0,
+            PendingAction::Call { size, .. } => *size,
+            PendingAction::Command(wanted) => wanted.size(),
+            PendingAction::Install { .. } | PendingAction::Connections(_) => 0,
         };
-        SIZE_OF_A_QUESTION + subject.text_bytes() + own
+        APPROVAL_OVERHEAD + subject.text_bytes() + own
     }
 }
 
@@ -92,15 +92,15 @@ pub(super) struct PendingApprovals {
 }
 
 struct PendingApproval {
-    id: AskId,
+    id: ApprovalId,
     subject: Subject,
     size: usize,
     wording: Wording,
     line: String,
     until: Instant,
     /// Total time that it may be pending.
-    patience: Duration,
-    wanted: Wanted,
+    timeout: Duration,
+    wanted: PendingAction,
 }
 
 impl PendingApprovals {
@@ -133,7 +133,12 @@ impl PendingApprovals {
 
 impl HostCalls {
     /// Allows a subject, refuses it, or holds it until a person has decided.
-    pub(super) fn consider(&mut self, subject: Subject, wanted: Wanted, caller: &mut Caller<'_>) {
+    pub(super) fn consider(
+        &mut self,
+        subject: Subject,
+        wanted: PendingAction,
+        caller: &mut Caller<'_>,
+    ) {
         match self.verdict(&subject) {
             Verdict::Allow => self.proceed(subject, wanted, caller),
             Verdict::Deny { line } => {
@@ -158,8 +163,8 @@ impl HostCalls {
 
     /// Handles a connection held by the gateway. Connections to the same destination share one
     /// approval request.
-    pub(super) fn wants_name(&mut self, wanted: ConnectionWanted, caller: &mut Caller<'_>) {
-        let ConnectionWanted { name, port, reply } = wanted;
+    pub(super) fn wants_name(&mut self, wanted: ConnectionRequest, caller: &mut Caller<'_>) {
+        let ConnectionRequest { name, port, reply } = wanted;
         let subject = Subject::Domain { name, port };
         let same = self
             .pending
@@ -167,14 +172,14 @@ impl HostCalls {
             .iter_mut()
             .find(|pending| pending.subject == subject);
         if let Some(PendingApproval {
-            wanted: Wanted::Connections(replies),
+            wanted: PendingAction::Connections(replies),
             ..
         }) = same
         {
             replies.push(reply);
             return;
         }
-        self.consider(subject, Wanted::Connections(vec![reply]), caller);
+        self.consider(subject, PendingAction::Connections(vec![reply]), caller);
     }
 
     /// Returns the verdict of the operator's policy and the server's registration, taking earlier
@@ -184,9 +189,9 @@ impl HostCalls {
         let Verdict::Ask { .. } = verdict else {
             return verdict;
         };
-        let book = self.approvals.now().book;
+        let store = self.approvals.now().store;
         let remembered = self.owner.as_ref().is_some_and(|owner| {
-            self.shared.facts().granted.covers(subject) || book.covers(&owner.0, subject)
+            self.shared.facts().granted.covers(subject) || store.covers(&owner.0, subject)
         });
         if remembered { Verdict::Allow } else { verdict }
     }
@@ -227,21 +232,21 @@ impl HostCalls {
             ..
         } = &self.pending;
         match cell.request.asking {
-            Asking::Nobody => Some(Why::NoClient),
-            Asking::Exploration => Some(Why::Exploration),
-            Asking::Person if caller.is_stopping => Some(Why::Interrupted),
-            Asking::Person if unanswered.is_some() => unanswered.map(Why::Silence),
-            Asking::Person if list.len() >= MAX_PENDING || bytes + size > MAX_PENDING_BYTES => {
+            Approver::Nobody => Some(Why::NoClient),
+            Approver::Exploration => Some(Why::Exploration),
+            Approver::Person if caller.is_stopping => Some(Why::Interrupted),
+            Approver::Person if unanswered.is_some() => unanswered.map(Why::TimedOut),
+            Approver::Person if list.len() >= MAX_PENDING || bytes + size > MAX_PENDING_BYTES => {
                 Some(Why::TooMany)
             }
-            Asking::Person => None,
+            Approver::Person => None,
         }
     }
 
     fn ask_person(
         &mut self,
         subject: Subject,
-        wanted: Wanted,
+        wanted: PendingAction,
         line: String,
         caller: &mut Caller<'_>,
     ) {
@@ -257,19 +262,19 @@ impl HostCalls {
         running.pause(now);
         let (size, wording) = (wanted.size(&subject), Wording::new(&subject, &line));
         self.pending.bytes += size;
-        let id = AskId(
+        let id = ApprovalId(
             self.numbers
                 .fetch_add(1, std::sync::atomic::Ordering::Relaxed),
         );
-        let patience = self.approvals.now().patience;
+        let timeout = self.approvals.now().timeout;
         self.pending.list.push(PendingApproval {
             id,
             subject,
             size,
             wording,
             line,
-            until: now + patience,
-            patience,
+            until: now + timeout,
+            timeout,
             wanted,
         });
         self.show(caller);
@@ -294,7 +299,7 @@ impl HostCalls {
             running.resume(now);
         }
         if let Some(cell) = running.cell() {
-            cell.teller.ask(all);
+            cell.reporter.ask(all);
         }
     }
 
@@ -327,7 +332,7 @@ impl HostCalls {
                     "a person has decided"
                 );
                 rulings.push(Ruling::new(&subject, &line, DecidedBy::Person(answer)));
-                if answer == Answer::Deny {
+                if answer == ApprovalAnswer::Deny {
                     self.refuse(subject, wanted, &line, Why::Person);
                     continue;
                 }
@@ -341,7 +346,7 @@ impl HostCalls {
         if rulings.iter().any(|ruling| {
             matches!(
                 ruling.by,
-                DecidedBy::Person(Answer::Session | Answer::Always)
+                DecidedBy::Person(ApprovalAnswer::Session | ApprovalAnswer::Always)
             )
         }) {
             self.proceed_with_covered(caller);
@@ -370,17 +375,17 @@ impl HostCalls {
         for PendingApproval {
             subject,
             line,
-            patience,
+            timeout,
             wanted,
             ..
         } in late
         {
-            self.pending.unanswered = Some(patience);
+            self.pending.unanswered = Some(timeout);
             note(
                 &mut self.pending.rulings,
                 Ruling::new(&subject, &line, DecidedBy::NobodyAnswered),
             );
-            self.refuse(subject, wanted, &line, Why::Silence(patience));
+            self.refuse(subject, wanted, &line, Why::TimedOut(timeout));
         }
         self.show(caller);
     }
@@ -422,9 +427,9 @@ impl HostCalls {
     }
 
     /// Performs the action with the subject that was approved.
-    fn proceed(&mut self, subject: Subject, wanted: Wanted, caller: &Caller<'_>) {
+    fn proceed(&mut self, subject: Subject, wanted: PendingAction, caller: &Caller<'_>) {
         match (subject, wanted) {
-            (Subject::Install { requirements }, Wanted::Install { ask, upgrade }) => {
+            (Subject::Install { requirements }, PendingAction::Install { ask, upgrade }) => {
                 self.install_packages(ask, requirements, upgrade);
             }
             (
@@ -434,7 +439,7 @@ impl HostCalls {
                     arguments,
                     fingerprint,
                 },
-                Wanted::Call { ask, size },
+                PendingAction::Call { ask, size },
             ) => {
                 self.enqueue_call(
                     ask,
@@ -448,24 +453,24 @@ impl HostCalls {
                     caller,
                 );
             }
-            (_, Wanted::Command(wanted)) => {
-                let CommandWanted {
+            (_, PendingAction::Command(wanted)) => {
+                let CommandRequest {
                     ask,
                     command,
                     outlets,
                 } = *wanted;
                 self.run_command(ask, command, outlets, caller);
             }
-            (_, Wanted::Connections(replies)) => answer_all(replies, true),
+            (_, PendingAction::Connections(replies)) => answer_all(replies, true),
             // Each kind of action is created with its own kind of subject, a few lines from where
             // it is considered.
-            (_, Wanted::Install { ask, .. } | Wanted::Call { ask, .. }) => {
-                self.refuse_question(ask, "the server failed to do this");
+            (_, PendingAction::Install { ask, .. } | PendingAction::Call { ask, .. }) => {
+                self.refuse_host_call(ask, "the server failed to do this");
             }
         }
     }
 
-    fn refuse(&mut self, subject: Subject, wanted: Wanted, line: &str, why: Why) {
+    fn refuse(&mut self, subject: Subject, wanted: PendingAction, line: &str, why: Why) {
         let text = refusal(&subject, line, why);
         match (subject, wanted) {
             (
@@ -475,7 +480,7 @@ impl HostCalls {
                     arguments,
                     fingerprint,
                 },
-                Wanted::Call { ask, .. },
+                PendingAction::Call { ask, .. },
             ) => {
                 let reason = if why == Why::Interrupted {
                     ToolReason::Cancelled
@@ -490,7 +495,7 @@ impl HostCalls {
                 };
                 self.refuse_call(ask, &call, ToolRefused::new(reason, text));
             }
-            (_, Wanted::Command(wanted)) => {
+            (_, PendingAction::Command(wanted)) => {
                 let reason = if why == Why::Interrupted {
                     "cancelled"
                 } else {
@@ -498,9 +503,9 @@ impl HostCalls {
                 };
                 self.refuse_command(wanted.ask, reason, &text);
             }
-            (_, Wanted::Connections(replies)) => answer_all(replies, false),
-            (_, Wanted::Install { ask, .. } | Wanted::Call { ask, .. }) => {
-                self.refuse_question(ask, &text)
+            (_, PendingAction::Connections(replies)) => answer_all(replies, false),
+            (_, PendingAction::Install { ask, .. } | PendingAction::Call { ask, .. }) => {
+                self.refuse_host_call(ask, &text)
             }
         }
     }

@@ -12,7 +12,7 @@ use tokio::sync::oneshot;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-use super::Command;
+use super::DriverCommand;
 use super::forks::{
     self, Fork, Forked, ForksWanted, copy, files_carried, fork, fork_kept, seeded, united, without,
 };
@@ -20,11 +20,12 @@ use super::launch::{Inheritance, WorkFuture};
 use super::shared::Shared;
 use crate::runner_client::{Branched, Claim, CopyReport, Request};
 use crate::sandbox::{CheckpointError, CheckpointId, LaunchError, Sandbox};
-use crate::session::history::{Copy, History};
+use crate::session::history::{History, KeptState};
 use crate::session::output::bounded_text;
 use crate::session::state::RequestId;
 use crate::session::{
-    FilesCarried, Refused, Retry, SessionId, SessionSettings, Undo, UndoReport, WorkFolder,
+    FilesCarried, OutcomeNote, Refused, Remedy, Retry, SessionId, SessionSettings, Undo,
+    UndoReport, WorkFolder,
 };
 
 /// How long the runner may take to answer after it was copied. It continues where it was, so only
@@ -34,9 +35,6 @@ const BRANCHED_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Limit in characters for a reason given by the runner: one line.
 const LONGEST_REASON: usize = 200;
-
-/// Tells the reader where to see the remaining checkpoints after kept states were discarded.
-const WHAT_IS_LEFT: &str = "`list_checkpoints` tells what can still be undone.";
 
 /// A copy that is being made.
 struct Copying {
@@ -82,7 +80,7 @@ impl Product {
 pub(super) enum Replacement {
     Undo {
         cells: u32,
-        copy: Copy,
+        copy: KeptState,
         revived: bool,
         reply: oneshot::Sender<Result<UndoReport, Refused>>,
     },
@@ -113,7 +111,7 @@ pub(super) struct Branches {
     forked: Option<Result<Forked, String>>,
     pub(super) replacement: Option<Replacement>,
     /// Commands waiting for the end of an automatic copy.
-    postponed: Vec<Command>,
+    postponed: Vec<DriverCommand>,
 }
 
 impl Branches {
@@ -143,7 +141,11 @@ impl Branches {
     // History
 
     /// Adds a starting cell to the history. Returns notes for the outcome.
-    pub(super) fn begin_cell(&mut self, code: &str, sandbox: Option<&dyn Sandbox>) -> Vec<String> {
+    pub(super) fn begin_cell(
+        &mut self,
+        code: &str,
+        sandbox: Option<&dyn Sandbox>,
+    ) -> Vec<OutcomeNote> {
         let Undo::On { checkpoints, .. } = self.undo else {
             return Vec::new();
         };
@@ -181,7 +183,7 @@ impl Branches {
         self.shared.facts().undoable = self.history.undoable();
     }
 
-    fn keep(&mut self, copy: Copy, sandbox: Option<&dyn Sandbox>) -> Vec<String> {
+    fn keep(&mut self, copy: KeptState, sandbox: Option<&dyn Sandbox>) -> Vec<OutcomeNote> {
         let Undo::On { checkpoints, .. } = self.undo else {
             return Vec::new();
         };
@@ -199,13 +201,13 @@ impl Branches {
         checkpoint: CheckpointId,
         Branched { lost, whole }: Branched,
         sandbox: Option<&dyn Sandbox>,
-    ) -> Vec<String> {
+    ) -> Vec<OutcomeNote> {
         let packages = self.shared.facts().packages.clone();
-        let copy = Copy {
+        let copy = KeptState {
             whole,
             lost,
             packages,
-            ..Copy::new(checkpoint)
+            ..KeptState::new(checkpoint)
         };
         self.keep(copy, sandbox)
     }
@@ -217,7 +219,7 @@ impl Branches {
         beginning: Option<CheckpointId>,
         carried: &CopyReport,
         sandbox: Option<&dyn Sandbox>,
-    ) -> (bool, Vec<String>) {
+    ) -> (bool, Vec<OutcomeNote>) {
         let (Some(checkpoint), Undo::On { .. }) = (beginning, self.undo) else {
             return (false, Vec::new());
         };
@@ -227,16 +229,16 @@ impl Branches {
             return (false, Vec::new());
         }
         let packages = self.shared.facts().packages.clone();
-        let copy = Copy {
+        let copy = KeptState {
             lacked: carried.lost.clone(),
             packages,
-            ..Copy::new(checkpoint)
+            ..KeptState::new(checkpoint)
         };
         (true, self.keep(copy, sandbox))
     }
 
     /// Drops copies that the kernel killed. Returns a note about them.
-    pub(super) fn drop_lost(&mut self, sandbox: Option<&dyn Sandbox>) -> Option<String> {
+    pub(super) fn drop_lost(&mut self, sandbox: Option<&dyn Sandbox>) -> Option<OutcomeNote> {
         let sandbox = sandbox?;
         let taken = self.history.retain(|checkpoint| sandbox.has(checkpoint));
         if taken == 0 {
@@ -247,9 +249,10 @@ impl Branches {
             1 => "1 kept state was".to_owned(),
             _ => format!("{taken} kept states were"),
         };
-        Some(format!(
-            "Memory ran out, and {states} given up for it. {WHAT_IS_LEFT}"
-        ))
+        Some(OutcomeNote {
+            text: format!("Memory ran out, and {states} given up for it."),
+            remedy: Some(Remedy::ListCheckpoints),
+        })
     }
 
     /// Returns whether a copy could use up memory that the session itself needs.
@@ -265,16 +268,20 @@ impl Branches {
     ///
     /// One copy at a time: the kernel reclaims its memory a little later, and the next check sees
     /// whether that was enough.
-    pub(super) fn give_up_for_memory(&mut self, sandbox: Option<&dyn Sandbox>) -> Option<String> {
+    pub(super) fn give_up_for_memory(
+        &mut self,
+        sandbox: Option<&dyn Sandbox>,
+    ) -> Option<OutcomeNote> {
         let (sandbox, limit) = (sandbox?, self.memory_limit?);
         if sandbox.memory().now <= limit / 4 * 3 {
             return None;
         }
         sandbox.forget(self.history.give_up_oldest()?);
         self.publish();
-        Some(format!(
-            "The oldest kept state was given up to save memory. {WHAT_IS_LEFT}"
-        ))
+        Some(OutcomeNote {
+            text: "The oldest kept state was given up to save memory.".to_owned(),
+            remedy: Some(Remedy::ListCheckpoints),
+        })
     }
 
     // Copying
@@ -450,16 +457,16 @@ impl Branches {
 
     // Replacement
 
-    pub(super) fn postpone(&mut self, command: Command) {
+    pub(super) fn postpone(&mut self, command: DriverCommand) {
         self.postponed.push(command);
     }
 
-    pub(super) fn take_postponed(&mut self) -> Vec<Command> {
+    pub(super) fn take_postponed(&mut self) -> Vec<DriverCommand> {
         std::mem::take(&mut self.postponed)
     }
 
     /// Prepares to undo cells, or returns why that is not possible.
-    pub(super) fn prepare_undo(&self, cells: u32) -> Result<Copy, Refused> {
+    pub(super) fn prepare_undo(&self, cells: u32) -> Result<KeptState, Refused> {
         self.history.before(cells).cloned().ok_or_else(|| {
             let undoable = self.history.undoable().into_iter();
             let why = match &self.no_copies {
@@ -500,7 +507,7 @@ impl Branches {
     /// Reports a completed undo.
     pub(super) fn undone(
         &mut self,
-        (cells, copy, revived): (u32, Copy, bool),
+        (cells, copy, revived): (u32, KeptState, bool),
         carried: &CopyReport,
         sandbox: Option<&dyn Sandbox>,
     ) -> UndoReport {
@@ -526,7 +533,7 @@ impl Branches {
         &mut self,
         error: &LaunchError,
         sandbox: Option<&dyn Sandbox>,
-    ) -> Option<String> {
+    ) -> Option<OutcomeNote> {
         // An adopted fork is already running, so only an undo can fail here.
         let Some(Replacement::Undo { reply, .. }) = self.replacement.take() else {
             return None;
@@ -541,8 +548,10 @@ impl Branches {
         self.give_up_copying();
         for command in self.take_postponed() {
             match command {
-                Command::Undo { reply, .. } => drop(reply.send(Err(Refused::ResetWhileWaiting))),
-                Command::Adopt { fork, reply, .. } => drop(reply.send(Err(fork))),
+                DriverCommand::Undo { reply, .. } => {
+                    drop(reply.send(Err(Refused::ResetWhileWaiting)))
+                }
+                DriverCommand::Adopt { fork, reply, .. } => drop(reply.send(Err(fork))),
                 _ => {}
             }
         }

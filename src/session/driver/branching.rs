@@ -7,11 +7,11 @@ use tracing::{debug, warn};
 use super::branches::{ForkReply, Product, Replacement};
 use super::forks::{Fork, Forked, ForksWanted, restore};
 use super::launch::{Finished, Live};
-use super::{Command, Driver};
+use super::{Driver, DriverCommand};
 use crate::runner_client::{Branched, CopyReport};
 use crate::sandbox::{CheckpointError, LaunchError, Sandbox};
 use crate::session::late::LateText;
-use crate::session::state::{Answer, Event, RequestId, State};
+use crate::session::state::{RequestEnd, RequestId, SessionEvent, State};
 use crate::session::{Refused, Retry, Undo, UndoReport};
 
 impl Driver {
@@ -23,12 +23,13 @@ impl Driver {
             self.notes.push(
                 "The state before this cell was not kept, because the session holds nearly all the \
                  memory it may; so this cell cannot be undone by itself."
-                    .to_owned(),
+                    .to_owned()
+                    .into(),
             );
-            return self.happen(Event::Copied);
+            return self.happen(SessionEvent::Copied);
         }
         let Some(sandbox) = self.launch.take_sandbox() else {
-            return self.happen(Event::Copied);
+            return self.happen(SessionEvent::Copied);
         };
         let work = self.branches.begin_copy(sandbox, forks);
         self.launch.begin(work);
@@ -74,12 +75,12 @@ impl Driver {
         }
         for command in self.branches.take_postponed() {
             match command {
-                Command::Undo { cells, reply } => self.undo_now(cells, reply),
-                Command::Adopt { fork, note, reply } => self.adopt_now(fork, note, reply),
+                DriverCommand::Undo { cells, reply } => self.undo_now(cells, reply),
+                DriverCommand::Adopt { fork, note, reply } => self.adopt_now(fork, note, reply),
                 other => self.command(other),
             }
         }
-        self.happen(Event::Copied);
+        self.happen(SessionEvent::Copied);
         self.branches.drop_forks();
     }
 
@@ -94,18 +95,20 @@ impl Driver {
                     session = self.id.as_str(),
                     why, "sessions cannot be copied here"
                 );
-                self.notes.push(self.branches.copies_are_impossible(why));
-                self.happen(Event::CopiesImpossible);
+                let note = self.branches.copies_are_impossible(why);
+                self.notes.push(note.into());
+                self.happen(SessionEvent::CopiesImpossible);
             }
             CheckpointError::Failed { why } => {
                 warn!(
                     session = self.id.as_str(),
                     why, "a session could not be copied"
                 );
-                self.notes.push(format!(
+                let note = format!(
                     "The state before this cell could not be kept ({why}), so this cell cannot be \
                      undone by itself."
-                ));
+                );
+                self.notes.push(note.into());
             }
         }
     }
@@ -121,7 +124,7 @@ impl Driver {
                 then: Retry::Undo,
             }));
         } else if self.is_copying_for_itself() {
-            self.branches.postpone(Command::Undo { cells, reply });
+            self.branches.postpone(DriverCommand::Undo { cells, reply });
         } else {
             self.undo_now(cells, reply);
         }
@@ -139,7 +142,7 @@ impl Driver {
                     revived: self.machine.state() == State::Ended,
                     reply,
                 });
-                self.happen(Event::ReplaceAsked);
+                self.happen(SessionEvent::ReplaceAsked);
             }
         }
     }
@@ -154,7 +157,8 @@ impl Driver {
         if self.machine.has_cell() {
             let _ = reply.send(Err(fork));
         } else if self.is_copying_for_itself() {
-            self.branches.postpone(Command::Adopt { fork, note, reply });
+            self.branches
+                .postpone(DriverCommand::Adopt { fork, note, reply });
         } else {
             self.adopt_now(fork, note, reply);
         }
@@ -171,7 +175,7 @@ impl Driver {
             note,
             reply,
         });
-        self.happen(Event::ReplaceAsked);
+        self.happen(SessionEvent::ReplaceAsked);
     }
 
     fn is_copying_for_itself(&self) -> bool {
@@ -242,8 +246,8 @@ impl Driver {
                 let _ = reply.send(Ok(self.branches.undone(undo, carried, sandbox)));
             }
             Some(Replacement::Fork { note, reply, .. }) => {
-                self.notes = vec![note];
-                self.happen(Event::Changed);
+                self.notes = vec![note.into()];
+                self.happen(SessionEvent::Changed);
                 let _ = reply.send(Ok(()));
             }
             None => {}
@@ -260,14 +264,14 @@ impl Driver {
     /// Answers a request for forks.
     pub(super) fn answer_fork(
         &mut self,
-        answer: Answer,
+        answer: RequestEnd,
         reply: ForkReply,
         forked: Option<Result<Forked, Refused>>,
     ) {
         let result = match (answer, forked) {
-            (Answer::Finished, Some(forked)) => forked,
-            (Answer::Reset, _) => Err(Refused::ResetWhileWaiting),
-            (Answer::Closed, _) => Err(Refused::ClosedWhileWaiting),
+            (RequestEnd::Finished, Some(forked)) => forked,
+            (RequestEnd::Reset, _) => Err(Refused::ResetWhileWaiting),
+            (RequestEnd::Closed, _) => Err(Refused::ClosedWhileWaiting),
             (answer, _) => Err(self.refusal(answer)),
         };
         // If the caller is gone, the forks are destroyed when dropped.

@@ -9,33 +9,33 @@ use tracing::warn;
 use super::wording::{file_changes, python_error, variable_changes};
 use crate::runner_client::{Claim, ClaimedLate, DoneClaim, Pipe};
 use crate::sandbox::{Blocked, Exit, Isolation, MemoryUse};
-use crate::session::docket::Teller;
+use crate::session::executions::ExecutionReporter;
 use crate::session::images;
 use crate::session::kept_outputs::SessionOutputs;
-use crate::session::output::{Gathered, Gatherer, Glance, Seen};
-use crate::session::state::{Answer, Refusal, Stop};
+use crate::session::output::{CollectedOutput, OutputCollector, OutputCursor, OutputDelta};
+use crate::session::state::{RequestEnd, RequestRefusal, Stop};
 use crate::session::tools::ToolCalls;
 use crate::session::{
-    ExecuteRequest, ExecutionId, LateOutput, Others, Outcome, Output, OutputId, OutputPart, Ruling,
-    SessionId, Status,
+    ExecuteRequest, ExecutionId, LateOutput, Others, Outcome, OutcomeNote, Output, OutputId,
+    OutputPart, Ruling, SessionId, Status,
 };
 
 /// Code that runs.
 pub(super) struct Cell {
     /// Without the code, which has already been sent.
     pub(super) request: ExecuteRequest,
-    pub(super) teller: Teller,
+    pub(super) reporter: ExecutionReporter,
     /// SHA-256 of its code.
     pub(super) code: [u8; 32],
-    gatherer: Gatherer,
+    collector: OutputCollector,
     /// Read position in its text: the part that was already reported while it runs.
-    seen: Seen,
+    cursor: OutputCursor,
     begun_inside: bool,
     done: Option<Box<DoneClaim>>,
 }
 
 /// Data about a cell that has ended, in addition to its output.
-pub(super) struct Ended {
+pub(super) struct CellEnd {
     pub(super) execution: ExecutionId,
     pub(super) status: Status,
     pub(super) late: Option<LateOutput>,
@@ -46,26 +46,26 @@ pub(super) struct Ended {
     pub(super) blocked: Vec<Blocked>,
     pub(super) tool_calls: ToolCalls,
     pub(super) rulings: Vec<Ruling>,
-    pub(super) notes: Vec<String>,
+    pub(super) notes: Vec<OutcomeNote>,
 }
 
 impl Cell {
     /// Reports that it starts. Returns the cell and its code, which goes to the runner.
     pub(super) fn begin(
         mut request: ExecuteRequest,
-        teller: Teller,
+        reporter: ExecutionReporter,
         now: Instant,
     ) -> (Cell, String) {
         let code = std::mem::take(&mut request.code);
-        teller.begin(now);
+        reporter.begin(now);
         let cell = Cell {
             code: Sha256::digest(&code).into(),
-            gatherer: Gatherer::new(request.max_output_chars),
-            seen: Seen::default(),
+            collector: OutputCollector::new(request.max_output_chars),
+            cursor: OutputCursor::default(),
             begun_inside: false,
             done: None,
             request,
-            teller,
+            reporter,
         };
         (cell, code)
     }
@@ -79,9 +79,9 @@ impl Cell {
                 display_id,
                 update,
                 ..
-            } => self.gatherer.display(bundle, display_id, update),
-            Claim::Value { bundle, .. } => self.gatherer.value(bundle),
-            Claim::Clear { wait, .. } => self.gatherer.clear(wait),
+            } => self.collector.display(bundle, display_id, update),
+            Claim::Value { bundle, .. } => self.collector.value(bundle),
+            Claim::Clear { wait, .. } => self.collector.clear(wait),
             // An end without a start was sent by code of an earlier cell.
             Claim::Done(done) if self.begun_inside => self.done = Some(done),
             _ => {}
@@ -90,17 +90,17 @@ impl Cell {
 
     /// Takes text that it printed.
     pub(super) fn print(&mut self, pipe: Pipe, bytes: &[u8]) {
-        self.gatherer.text(pipe, bytes);
-        if self.teller.is_heard()
-            && let Some(line) = self.gatherer.latest_line()
+        self.collector.text(pipe, bytes);
+        if self.reporter.has_followers()
+            && let Some(line) = self.collector.latest_line()
         {
-            self.teller.print(line);
+            self.reporter.print(line);
         }
     }
 
     /// Returns the text that it printed since the previous call.
-    pub(super) fn look(&mut self, max_chars: usize) -> Glance {
-        self.gatherer.glance(&mut self.seen, max_chars)
+    pub(super) fn look(&mut self, max_chars: usize) -> OutputDelta {
+        self.collector.delta(&mut self.cursor, max_chars)
     }
 
     pub(super) fn has_begun_inside(&self) -> bool {
@@ -129,49 +129,49 @@ impl Cell {
     /// Returns how it ended, or `Err` if it never started.
     pub(super) fn status(
         &self,
-        answer: Answer,
+        answer: RequestEnd,
         exit: Exit,
         nonsense: &str,
-    ) -> Result<Status, Refusal> {
+    ) -> Result<Status, RequestRefusal> {
         Ok(match answer {
-            Answer::Finished => match self.done.as_ref().and_then(|done| done.error.as_ref()) {
+            RequestEnd::Finished => match self.done.as_ref().and_then(|done| done.error.as_ref()) {
                 Some(error) => Status::Raised(python_error(error, self.request.max_output_chars)),
                 None => Status::Completed,
             },
-            Answer::Stopped(Stop::TimedOut, state) => Status::TimedOut {
+            RequestEnd::Stopped(Stop::TimedOut, state) => Status::TimedOut {
                 limit: self.request.timeout,
                 state,
             },
-            Answer::Stopped(Stop::Cancelled, state) => Status::Cancelled { state },
-            Answer::InterpreterGone => Status::Died { exit },
-            Answer::ProtocolBroken => Status::Nonsense {
+            RequestEnd::Stopped(Stop::Cancelled, state) => Status::Cancelled { state },
+            RequestEnd::InterpreterGone => Status::Died { exit },
+            RequestEnd::ProtocolBroken => Status::ProtocolError {
                 what: nonsense.to_owned(),
             },
-            Answer::Reset => Status::Reset,
-            Answer::Closed => Status::Closed,
-            Answer::Refused(refusal) => return Err(refusal),
+            RequestEnd::Reset => Status::Reset,
+            RequestEnd::Closed => Status::Closed,
+            RequestEnd::Refused(refusal) => return Err(refusal),
         })
     }
 
     /// Reports the outcome. Images are encoded on another thread while the session continues.
-    pub(super) fn tell(self, ended: Ended, session: &SessionId, outputs: &SessionOutputs) {
+    pub(super) fn tell(self, ended: CellEnd, session: &SessionId, outputs: &SessionOutputs) {
         let Cell {
-            mut gatherer,
+            mut collector,
             done,
-            teller,
+            reporter,
             ..
         } = self;
         let (error, variables, files) = done.map_or((None, None, None), |done| {
             (done.error, done.variables, done.files)
         });
         if let Some(error) = error {
-            gatherer.traceback(&error.traceback);
+            collector.traceback(&error.traceback);
         }
-        let Gathered {
-            mut draft,
+        let CollectedOutput {
+            mut raw,
             text,
             figures,
-        } = gatherer.finish();
+        } = collector.finish();
         let execution = ended.execution;
         match text {
             Ok(text) => outputs.keep(execution.into(), text),
@@ -204,13 +204,13 @@ impl Cell {
             first_line: String::new(),
             others: Others::default(),
         };
-        let images = draft.take_images();
+        let images = raw.take_images();
         if images.is_empty() {
-            return teller.end(Ok(outcome(draft.finish(Vec::new()))));
+            return reporter.end(Ok(outcome(raw.finish(Vec::new()))));
         }
         tokio::spawn(async move {
-            let developed = images::develop_all(images).await;
-            teller.end(Ok(outcome(draft.finish(developed))));
+            let encoded = images::encode_all(images).await;
+            reporter.end(Ok(outcome(raw.finish(encoded))));
         });
     }
 }

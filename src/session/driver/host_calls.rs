@@ -1,7 +1,7 @@
 //! Calls from running code to the host: installations, tools of other MCP servers, commands and
 //! connections, and the modules that provide the tools.
 //!
-//! `questions` handles and answers calls, `approvals` decides and holds calls that a person must
+//! `call_queue` handles and answers calls, `approvals` decides and holds calls that a person must
 //! decide, `deliveries` sends modules. The calling cell is lent to this part for each step.
 
 use std::sync::Arc;
@@ -10,15 +10,15 @@ use std::sync::atomic::AtomicU64;
 use tokio::time::Instant;
 
 use super::approvals::PendingApprovals;
+use super::call_queue::{CallAnswer, CallQueue};
 use super::cell::Cell;
 use super::deliveries::Deliveries;
-use super::questions::{Answered, Questions};
 use super::requests::Running;
 use super::shared::Shared;
 use crate::runner_client::Request;
 use crate::sandbox::Sandbox;
 use crate::session::approvals::{InForce, Ruling};
-use crate::session::install::Source;
+use crate::session::install::PackageSource;
 use crate::session::tools::{ToolCalls, Tools};
 use crate::session::{Principal, SessionId, SessionSettings};
 
@@ -27,12 +27,12 @@ pub(super) struct HostCalls {
     pub(super) id: SessionId,
     /// The principal whose rights a call has; `None` for the server's internal work.
     pub(super) owner: Option<Principal>,
-    pub(super) packages: Source,
+    pub(super) packages: PackageSource,
     pub(super) tools: Tools,
     pub(super) approvals: InForce,
     pub(super) shared: Arc<Shared>,
     pub(super) numbers: Arc<AtomicU64>,
-    pub(super) questions: Questions,
+    pub(super) call_queue: CallQueue,
     pub(super) pending: PendingApprovals,
     pub(super) deliveries: Deliveries,
 }
@@ -66,7 +66,7 @@ impl HostCalls {
             approvals: settings.approvals.clone(),
             shared: shared.clone(),
             numbers: numbers.clone(),
-            questions: Questions::default(),
+            call_queue: CallQueue::default(),
             pending: PendingApprovals::default(),
             deliveries: Deliveries::new(&settings.tools),
         }
@@ -74,12 +74,12 @@ impl HostCalls {
 
     /// Resets the call counters for a new cell.
     pub(super) fn begin_cell(&mut self) {
-        self.questions.begin_cell();
+        self.call_queue.begin_cell();
     }
 
     /// Ends the calls of the cell. Returns the tool calls that it made and the decisions about it.
     pub(super) fn end_cell(&mut self) -> (ToolCalls, Vec<Ruling>) {
-        (self.questions.clear(), self.pending.clear())
+        (self.call_queue.clear(), self.pending.clear())
     }
 
     /// Returns the deadline of the next pending approval.
@@ -88,8 +88,8 @@ impl HostCalls {
     }
 
     /// Records the answer to a call, and returns the frame to send.
-    pub(super) fn answered(&mut self, answered: Answered, caller: &mut Caller<'_>) -> Request {
-        let (request, packages) = self.questions.close(answered);
+    pub(super) fn answered(&mut self, answered: CallAnswer, caller: &mut Caller<'_>) -> Request {
+        let (request, packages) = self.call_queue.close(answered);
         self.shared.add_packages(&packages);
         self.start_waiting_calls(caller);
         request

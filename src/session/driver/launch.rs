@@ -8,9 +8,9 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use super::Origin;
+use super::SessionOrigin;
 use super::forks::{Fork, arrive};
-use crate::approval::Memory;
+use crate::approval::SessionGrants;
 use crate::reaction::within;
 use crate::runner_client::Connection;
 use crate::sandbox::{
@@ -20,7 +20,7 @@ use crate::session::tools::Grants;
 
 /// How long a fresh interpreter may take to send its greeting. It has already been started; only a
 /// broken one needs longer.
-const GREETING_PATIENCE: Duration = Duration::from_secs(30);
+const GREETING_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Work on the sandbox that does not block the loop.
 pub(super) type WorkFuture = Pin<Box<dyn Future<Output = Finished> + Send>>;
@@ -41,11 +41,13 @@ pub(super) struct Launch {
 
 impl Launch {
     /// Starts the first interpreter of a session.
-    pub(super) fn first(origin: Origin) -> Launch {
+    pub(super) fn first(origin: SessionOrigin) -> Launch {
         let future: WorkFuture = match origin {
-            Origin::Launch(backend) => Box::pin(launch(backend)),
-            Origin::Hidden { backend, rules } => Box::pin(launch_hidden(backend, rules)),
-            Origin::Fork { fork, .. } | Origin::Variant { fork, .. } => Box::pin(arrive(fork)),
+            SessionOrigin::Launch(backend) => Box::pin(launch(backend)),
+            SessionOrigin::Hidden { backend, rules } => Box::pin(launch_hidden(backend, rules)),
+            SessionOrigin::Fork { fork, .. } | SessionOrigin::Variant { fork, .. } => {
+                Box::pin(arrive(fork))
+            }
         };
         Launch {
             sandbox: None,
@@ -173,7 +175,7 @@ pub(super) struct Inheritance {
     /// Network rules of the operator.
     pub(super) ceiling: Option<Rules>,
     /// Permissions given by a person.
-    pub(super) granted: Memory,
+    pub(super) granted: SessionGrants,
     /// Tools that it may use; `None` if the interpreter is not a copy.
     pub(super) grants: Option<Grants>,
     /// Whether packages of servers are in its working folder.
@@ -217,7 +219,7 @@ async fn restart(mut sandbox: Box<dyn Sandbox>) -> Finished {
 
 pub(super) async fn greet(interpreter: Interpreter) -> Result<Box<Live>, LaunchError> {
     match within(
-        GREETING_PATIENCE,
+        GREETING_TIMEOUT,
         Connection::open(interpreter.channel, interpreter.skew),
     )
     .await
@@ -237,7 +239,7 @@ pub(super) async fn greet(interpreter: Interpreter) -> Result<Box<Live>, LaunchE
         }
         None => {
             interpreter.process.kill();
-            Err(LaunchError::TimedOut(GREETING_PATIENCE))
+            Err(LaunchError::TimedOut(GREETING_TIMEOUT))
         }
     }
 }

@@ -15,13 +15,13 @@
 mod approvals;
 mod branches;
 mod branching;
+mod call_queue;
 mod cell;
 mod deliveries;
 mod forks;
 mod host_calls;
 mod launch;
 mod network;
-mod questions;
 mod requests;
 mod shared;
 mod shell;
@@ -40,27 +40,30 @@ use tokio::time::Instant;
 use tracing::{debug, info, warn};
 
 use self::branches::{Branches, Product};
-use self::cell::{Cell, Ended};
+use self::call_queue::CallAnswer;
+use self::cell::{Cell, CellEnd};
 pub(super) use self::forks::{Fork, Forked, ForksWanted};
 use self::host_calls::{Caller, HostCalls};
 use self::launch::{Finished, Inheritance, Launch, Live};
-use self::network::{ConnectionWanted, Network};
-use self::questions::Answered;
-pub(super) use self::requests::{Extent, Job, Received};
+use self::network::{ConnectionRequest, Network};
+pub(super) use self::requests::{Job, ReadExtent, Received};
 use self::requests::{Running, Task, Transfer};
 pub(super) use self::shared::Shared;
-use self::transfers::{Download, Listing, PackageFolders, Upload};
+use self::transfers::{DownloadTransfer, Listing, PackageFolders, UploadTransfer};
 use self::wording::ended_by;
 use super::accounts::{Accounts, Metered};
-use super::docket::Teller;
+use super::executions::ExecutionReporter;
 use super::late::LateText;
-use super::output::Glance;
-use super::state::{Action, Answer, Event, Kind, Machine, Refusal, RequestId, State};
+use super::output::OutputDelta;
+use super::scheduler::{FairScheduler, Overloaded, RunPermit};
+use super::state::{
+    Action, Machine, RequestEnd, RequestId, RequestKind, RequestRefusal, SessionEvent, State,
+};
 use super::tools::ToolCalls;
-use super::turns::{Crowded, Turn, Turns};
 use super::{
-    Decision, ExecuteRequest, ExecutionEnded, ExecutionId, Ledger, Principal, Refused, ResetReport,
-    Retry, Ruling, SessionId, SessionSettings, StateAfter, Status, Undo, UndoReport, WorkFolder,
+    Decision, ExecuteRequest, ExecutionEnded, ExecutionId, Ledger, OutcomeNote, Principal, Refused,
+    Remedy, ResetReport, Retry, Ruling, SessionId, SessionSettings, StateAfter, Status, Undo,
+    UndoReport, WorkFolder,
 };
 use crate::reaction::{CpuAccount, ReactionLimit};
 use crate::runner_client::{self, Claim, Connection, CopyReport, HostCall, Request};
@@ -71,11 +74,11 @@ pub(super) const STAGED_IN_MEMORY: usize = 1024 * 1024;
 /// How long code may take to react when it is interrupted a second time at the end of the grace
 /// period. It may have missed the first interrupt: Python does not check for signals between its
 /// last instruction and the system call in which it blocks.
-const LAST_CHANCE: Duration = Duration::from_millis(250);
+const SECOND_INTERRUPT_TIMEOUT: Duration = Duration::from_millis(250);
 /// How long a file transfer may make no progress.
-const FILE_PATIENCE: Duration = Duration::from_secs(60);
+const FILE_TIMEOUT: Duration = Duration::from_secs(60);
 /// How long the kernel may take to report the exit of an interpreter whose channel is closed.
-const EXIT_PATIENCE: Duration = Duration::from_millis(800);
+const EXIT_TIMEOUT: Duration = Duration::from_millis(800);
 /// Pending events that are processed when the running code reaches its deadline.
 const MOST_HEARD_AT_ONCE: usize = 1000;
 /// Late output may use 1/`LATE_SHARE` of the characters allowed for a cell's own output, so that it
@@ -86,14 +89,14 @@ const LATE_SHARE: usize = 4;
 const LONGEST_TIMEOUT: Duration = Duration::from_secs(30 * 24 * 3600);
 
 /// Requests that other tasks send to a driver.
-pub(super) enum Command {
+pub(super) enum DriverCommand {
     Submit(RequestId, Job),
     Cancel(RequestId),
-    /// Requests the running cell's output since the previous `Look`; `None` if no cell runs.
-    Look {
+    /// Requests the running cell's output since the previous request; `None` if no cell runs.
+    ReadNewOutput {
         request: RequestId,
         max_chars: usize,
-        reply: oneshot::Sender<Option<Glance>>,
+        reply: oneshot::Sender<Option<OutputDelta>>,
     },
     /// Delivers decisions on approval requests of the running cell. The reply contains the rulings.
     Decide {
@@ -115,12 +118,12 @@ pub(super) enum Command {
     },
     /// Ends the session and hands over its interpreter and sandbox, if they are alive and idle.
     Surrender(oneshot::Sender<Option<Box<Fork>>>),
-    /// Ends the session. Answered when all resources are released.
+    /// Ends the session. CallAnswer when all resources are released.
     Shutdown(oneshot::Sender<()>),
 }
 
 /// Origin of a session's first interpreter.
-pub(super) enum Origin {
+pub(super) enum SessionOrigin {
     /// A fresh session for the server's internal work.
     Hidden {
         backend: Arc<dyn Backend>,
@@ -141,13 +144,13 @@ pub(super) enum Origin {
 }
 
 /// Owner and accounts of a session, where they count.
-pub(super) struct Customer {
+pub(super) struct QuotaScope {
     pub(super) owner: Principal,
     /// The session under whose id its executions are recorded. For a variant, this is the session
     /// it was copied from.
     pub(super) session: SessionId,
     pub(super) accounts: Arc<Accounts>,
-    pub(super) turns: Turns,
+    pub(super) scheduler: FairScheduler,
     pub(super) ledger: Arc<Ledger>,
 }
 
@@ -155,11 +158,11 @@ pub(super) struct Customer {
 pub(super) type OnGone = Box<dyn FnOnce(Option<String>) + Send>;
 
 /// Initial values of a session.
-pub(super) struct Beginning {
+pub(super) struct DriverSetup {
     pub(super) id: SessionId,
     /// `None` for the server's internal work, which counts against no quota.
-    pub(super) customer: Option<Customer>,
-    pub(super) origin: Origin,
+    pub(super) quota_scope: Option<QuotaScope>,
+    pub(super) origin: SessionOrigin,
     pub(super) settings: SessionSettings,
     pub(super) numbers: Arc<AtomicU64>,
     pub(super) shared: Arc<Shared>,
@@ -167,25 +170,25 @@ pub(super) struct Beginning {
 
 /// Runs a session until it is gone.
 pub(super) async fn drive(
-    beginning: Beginning,
-    commands: mpsc::Receiver<Command>,
+    beginning: DriverSetup,
+    commands: mpsc::Receiver<DriverCommand>,
     on_gone: OnGone,
 ) {
-    let Beginning {
+    let DriverSetup {
         id,
-        customer,
+        quota_scope,
         origin,
         settings,
         numbers,
         shared,
     } = beginning;
-    let seed = if let Origin::Variant { seed, .. } = origin {
+    let seed = if let SessionOrigin::Variant { seed, .. } = origin {
         Some(seed)
     } else {
         None
     };
     let note = match &origin {
-        Origin::Launch(_) => Some(
+        SessionOrigin::Launch(_) => Some(
             match settings.work_folder {
                 WorkFolder::Private => {
                     "This is a new session: no variables or files from before exist."
@@ -194,22 +197,22 @@ pub(super) async fn drive(
             }
             .to_owned(),
         ),
-        Origin::Fork { note, .. } => note.clone(),
-        Origin::Hidden { .. } | Origin::Variant { .. } => None,
+        SessionOrigin::Fork { note, .. } => note.clone(),
+        SessionOrigin::Hidden { .. } | SessionOrigin::Variant { .. } => None,
     };
     let machine = Machine::new(settings.undo != Undo::Off);
     // A session that was a variant before already has facts.
     shared.facts().state = machine.state().shown();
-    let owner = customer.as_ref().map(|customer| &customer.owner);
+    let owner = quota_scope.as_ref().map(|quota_scope| &quota_scope.owner);
     let branches = Branches::new(&id, &settings, &shared, &numbers);
     let host_calls = HostCalls::new(&id, owner, &settings, &shared, &numbers);
     let driver = Driver {
         id,
-        customer,
+        quota_scope,
         metered: None,
         spent_before: Duration::ZERO,
-        turn: None,
-        crowded: None,
+        permit: None,
+        overloaded: None,
         machine,
         settings,
         numbers,
@@ -223,7 +226,7 @@ pub(super) async fn drive(
         ended: None,
         nonsense: String::new(),
         exit: Exit::Unknown,
-        notes: note.into_iter().collect(),
+        notes: note.into_iter().map(OutcomeNote::from).collect(),
         late: LateText::default(),
         seed,
         host_calls,
@@ -247,19 +250,19 @@ fn cpu_account(sandbox: Option<&dyn Sandbox>) -> CpuAccount {
 
 struct Driver {
     id: SessionId,
-    customer: Option<Customer>,
+    quota_scope: Option<QuotaScope>,
     /// Measures the resource usage of the sandbox.
     metered: Option<Metered>,
     /// Processor time that the sandbox had used when the running cell started.
     spent_before: Duration,
     /// The run permit of the cell, or its ticket in the run queue.
-    turn: Option<Turn>,
+    permit: Option<RunPermit>,
     /// Reason why the last request for a ticket was refused.
-    crowded: Option<Crowded>,
+    overloaded: Option<Overloaded>,
     settings: SessionSettings,
     /// Source of frame numbers.
     numbers: Arc<AtomicU64>,
-    commands: mpsc::Receiver<Command>,
+    commands: mpsc::Receiver<DriverCommand>,
     shared: Arc<Shared>,
     machine: Machine,
     waiting: HashMap<RequestId, Job>,
@@ -272,7 +275,7 @@ struct Driver {
     nonsense: String,
     exit: Exit,
     /// Notes to add to the next outcome.
-    notes: Vec<String>,
+    notes: Vec<OutcomeNote>,
     /// Output that code of earlier cells printed late, for the next outcome.
     late: LateText,
     /// Seed given before each cell to random generators that the code has not seeded.
@@ -286,20 +289,20 @@ struct Driver {
 
 /// Event that woke the loop.
 enum Wake {
-    Command(Option<Command>),
+    Command(Option<DriverCommand>),
     Runner(Result<runner_client::Event, runner_client::ConnectionError>),
     Exit(Exit),
     Finished(Finished),
     /// The sandbox is ready to copy the interpreter, or will not copy it.
     Watched(bool),
     /// A host call of the running cell has its answer.
-    Answered(Answered),
+    CallAnswer(CallAnswer),
     /// Code tries to connect to a name that no rule lists.
-    NameWanted(ConnectionWanted),
+    NameWanted(ConnectionRequest),
     /// Servers were registered or removed.
     ToolsChanged,
     /// The queued cell received its run permit.
-    Turn,
+    RunPermit,
     Time,
 }
 
@@ -309,20 +312,20 @@ impl Driver {
         while self.machine.state() != State::Gone {
             match self.wake().await {
                 Wake::Command(Some(command)) => self.command(command),
-                Wake::Command(None) => self.happen(Event::ShutdownAsked),
+                Wake::Command(None) => self.happen(SessionEvent::ShutdownAsked),
                 Wake::Runner(Ok(event)) => self.heard(event),
                 Wake::Runner(Err(error)) => self.broken(error.to_string()),
                 Wake::Exit(exit) => self.exited(exit),
                 Wake::Finished(finished) => self.finished_work(finished),
                 Wake::Watched(watched) => self.watched(watched),
-                Wake::Answered(answered) => self.answer_question(answered),
+                Wake::CallAnswer(answered) => self.answer_call(answered),
                 Wake::NameWanted(wanted) => self.wants_name(wanted),
                 Wake::ToolsChanged => self.give_tools(),
-                Wake::Turn => self.happen(Event::TurnCame),
+                Wake::RunPermit => self.happen(SessionEvent::PermitGranted),
                 Wake::Time => self.time(),
             }
         }
-        self.leave(on_gone).await;
+        self.shut_down(on_gone).await;
     }
 
     async fn wake(&mut self) -> Wake {
@@ -335,7 +338,7 @@ impl Driver {
         let can_answer = connection
             .as_ref()
             .is_some_and(|connection| !connection.is_sending());
-        let turn = self.turn.as_mut().filter(|turn| !turn.is_here());
+        let permit = self.permit.as_mut().filter(|permit| !permit.is_granted());
         tokio::select! {
             command = self.commands.recv() => Wake::Command(command),
             event = async { connection.expect("guarded").next().await },
@@ -346,10 +349,14 @@ impl Driver {
             finished = self.launch.next() => Wake::Finished(finished),
             watched = self.branches.watched() => Wake::Watched(watched),
             // Answers are only taken while the channel accepts them; until then they stay queued.
-            answered = self.host_calls.questions.next(), if can_answer => Wake::Answered(answered),
+            answered = self.host_calls.call_queue.next(), if can_answer => {
+                Wake::CallAnswer(answered)
+            }
             wanted = self.network.next() => Wake::NameWanted(wanted),
             () = self.host_calls.deliveries.changed(), if is_idle => Wake::ToolsChanged,
-            () = async { turn.expect("guarded").come().await }, if turn.is_some() => Wake::Turn,
+            () = async { permit.expect("guarded").granted().await }, if permit.is_some() => {
+                Wake::RunPermit
+            }
             () = tokio::time::sleep_until(moment) => Wake::Time,
         }
     }
@@ -404,7 +411,7 @@ impl Driver {
             }
             match (&running.task, self.machine.state()) {
                 (Task::Cell(_), State::Running { stopping: None, .. }) => {
-                    self.happen(Event::TimeIsUp)
+                    self.happen(SessionEvent::TimeIsUp)
                 }
                 (
                     _,
@@ -435,7 +442,7 @@ impl Driver {
                         && let Some(live) = &self.live
                     {
                         running.has_last_chance = true;
-                        let limit = LAST_CHANCE.min(self.settings.grace);
+                        let limit = SECOND_INTERRUPT_TIMEOUT.min(self.settings.grace);
                         running.reaction = Some(ReactionLimit::begin(limit, account));
                         running.deadline = now + limit;
                         live.process.interrupt();
@@ -447,44 +454,44 @@ impl Driver {
                          are kept"
                             .to_owned(),
                     );
-                    self.happen(Event::GraceIsOver);
+                    self.happen(SessionEvent::GraceIsOver);
                 }
                 _ => self.broken(format!(
                     "no progress with a file for {} s",
-                    FILE_PATIENCE.as_secs()
+                    FILE_TIMEOUT.as_secs()
                 )),
             }
             return;
         }
         if matches!(self.machine.state(), State::Idle | State::Ended) && self.next_moment() <= now {
             self.expired = true;
-            self.happen(Event::ShutdownAsked);
+            self.happen(SessionEvent::ShutdownAsked);
         }
     }
 
-    fn command(&mut self, command: Command) {
+    fn command(&mut self, command: DriverCommand) {
         self.shared.touch();
         match command {
             // A file list is informational, so it is refused rather than queued behind a cell.
-            Command::Submit(_, Job::List { reply }) if self.machine.has_cell() => {
+            DriverCommand::Submit(_, Job::List { reply }) if self.machine.has_cell() => {
                 let running = Refused::CellRunning {
                     id: self.id.clone(),
                     then: Retry::ListFiles,
                 };
                 let _ = reply.send(Err(running));
             }
-            Command::Submit(id, job) => {
+            DriverCommand::Submit(id, job) => {
                 let kind = job.kind();
                 self.waiting.insert(id, job);
-                self.happen(Event::Submitted(id, kind));
+                self.happen(SessionEvent::Submitted(id, kind));
             }
-            Command::Cancel(id) => self.happen(Event::CancelAsked(id)),
-            Command::Look {
+            DriverCommand::Cancel(id) => self.happen(SessionEvent::CancelAsked(id)),
+            DriverCommand::ReadNewOutput {
                 request,
                 max_chars,
                 reply,
             } => self.look(request, max_chars, reply),
-            Command::Decide {
+            DriverCommand::Decide {
                 request,
                 decisions,
                 reply,
@@ -497,36 +504,36 @@ impl Driver {
                 let (host_calls, mut caller) = self.host_calls();
                 let _ = reply.send(host_calls.decide(decisions, &mut caller));
             }
-            Command::Reset(reply) => {
+            DriverCommand::Reset(reply) => {
                 let interrupted = self.cell().is_some();
                 self.resets.push((reply, interrupted));
                 self.hear_the_rest();
-                self.happen(Event::ResetAsked);
+                self.happen(SessionEvent::ResetAsked);
             }
-            Command::Undo { cells, reply } => self.undo(cells, reply),
-            Command::Adopt { fork, note, reply } => self.adopt(fork, note, reply),
-            Command::Surrender(reply) => {
+            DriverCommand::Undo { cells, reply } => self.undo(cells, reply),
+            DriverCommand::Adopt { fork, note, reply } => self.adopt(fork, note, reply),
+            DriverCommand::Surrender(reply) => {
                 let given = self.surrender();
-                self.happen(Event::ShutdownAsked);
+                self.happen(SessionEvent::ShutdownAsked);
                 let _ = reply.send(given);
             }
-            Command::Shutdown(reply) => {
+            DriverCommand::Shutdown(reply) => {
                 self.closers.push(reply);
                 self.hear_the_rest();
-                self.happen(Event::ShutdownAsked);
+                self.happen(SessionEvent::ShutdownAsked);
             }
         }
     }
 
     /// Feeds an event to the machine and carries out its actions.
-    fn happen(&mut self, event: Event) {
+    fn happen(&mut self, event: SessionEvent) {
         let actions = self.machine.next(event);
         // Publish first: a caller that receives an answer must find the state that the answer
         // describes.
         self.publish();
         for action in actions {
             match action {
-                Action::AskTurn => self.ask_turn(),
+                Action::RequestPermit => self.request_permit(),
                 Action::Start(id) => self.start(id),
                 Action::Copy => self.copy(None),
                 Action::Fork(id) => self.fork(id),
@@ -541,38 +548,39 @@ impl Driver {
         // A run permit is held only for a cell.
         match self.machine.state() {
             State::Running {
-                kind: Kind::Cell, ..
+                kind: RequestKind::Cell,
+                ..
             } => {}
             State::Waiting => {
-                if let Some(Job::Execute { teller, .. }) =
+                if let Some(Job::Execute { reporter, .. }) =
                     self.machine.first().and_then(|id| self.waiting.get(&id))
                 {
-                    teller.hold();
+                    reporter.hold();
                 }
             }
-            _ => self.turn = None,
+            _ => self.permit = None,
         }
     }
 
     /// Requests a run permit for the next cell. The server's internal work needs none.
-    fn ask_turn(&mut self) {
+    fn request_permit(&mut self) {
         // Release the previous cell's permit first. The next in the queue may be this session.
-        self.turn = None;
+        self.permit = None;
         let asked = self
-            .customer
+            .quota_scope
             .as_ref()
-            .map(|customer| customer.turns.ask(&customer.owner));
+            .map(|quota_scope| quota_scope.scheduler.ask(&quota_scope.owner));
         match asked.transpose() {
-            Ok(turn) => {
-                let is_here = turn.as_ref().is_none_or(Turn::is_here);
-                self.turn = turn;
-                if is_here {
-                    self.happen(Event::TurnCame);
+            Ok(permit) => {
+                let is_granted = permit.as_ref().is_none_or(RunPermit::is_granted);
+                self.permit = permit;
+                if is_granted {
+                    self.happen(SessionEvent::PermitGranted);
                 }
             }
-            Err(crowded) => {
-                self.crowded = Some(crowded);
-                self.happen(Event::TurnRefused);
+            Err(overloaded) => {
+                self.overloaded = Some(overloaded);
+                self.happen(SessionEvent::PermitRefused);
             }
         }
     }
@@ -591,15 +599,18 @@ impl Driver {
 
     fn start(&mut self, id: RequestId) {
         match self.waiting.remove(&id) {
-            Some(Job::Execute { request, teller }) => self.start_cell(id, request, teller),
+            Some(Job::Execute { request, reporter }) => self.start_cell(id, request, reporter),
             Some(Job::Write {
                 path,
                 overwrite,
                 source,
                 reply,
-            }) => self.start_transfer(id, Upload::begin(id, path, overwrite, source, reply)),
+            }) => self.start_transfer(
+                id,
+                UploadTransfer::begin(id, path, overwrite, source, reply),
+            ),
             Some(Job::Read { path, what, reply }) => {
-                self.start_transfer(id, Download::begin(id, path, what, reply));
+                self.start_transfer(id, DownloadTransfer::begin(id, path, what, reply));
             }
             Some(Job::List { reply }) => self.start_transfer(id, Listing::begin(id, reply)),
             Some(Job::Packages { paths, reply }) => {
@@ -610,10 +621,15 @@ impl Driver {
         }
     }
 
-    fn start_cell(&mut self, id: RequestId, mut request: ExecuteRequest, teller: Teller) {
+    fn start_cell(
+        &mut self,
+        id: RequestId,
+        mut request: ExecuteRequest,
+        reporter: ExecutionReporter,
+    ) {
         if let Some(Err(refused)) = request.rules.take().map(|rules| self.narrow(rules)) {
-            teller.end(Err(refused));
-            return self.happen(Event::Declined(id));
+            reporter.end(Err(refused));
+            return self.happen(SessionEvent::Declined(id));
         }
         if let Some(sandbox) = self.launch.sandbox() {
             sandbox.forget_peak();
@@ -622,7 +638,7 @@ impl Driver {
         self.shared.facts().executions += 1;
         let now = Instant::now();
         let deadline = now + request.timeout.min(LONGEST_TIMEOUT);
-        let (cell, code) = Cell::begin(request, teller, now);
+        let (cell, code) = Cell::begin(request, reporter, now);
         let sandbox = self.launch.sandbox();
         self.notes.extend(self.branches.begin_cell(&code, sandbox));
         self.host_calls.begin_cell();
@@ -636,7 +652,7 @@ impl Driver {
     fn start_transfer(&mut self, id: RequestId, begun: (Request, Box<dyn Transfer>)) {
         let (now, (request, transfer)) = (Instant::now(), begun);
         let task = Task::Transfer(transfer);
-        self.running = Some(Running::new(id, task, now, now + FILE_PATIENCE));
+        self.running = Some(Running::new(id, task, now, now + FILE_TIMEOUT));
         self.give_tools();
         self.send(&request, b"");
         self.send_file();
@@ -645,7 +661,8 @@ impl Driver {
     /// Sends the modules of the MCP servers that the session may use, unless it already has them.
     fn give_tools(&mut self) {
         let delivery = self.host_calls.deliver(self.settings.work_folder);
-        self.notes.extend(delivery.notes);
+        self.notes
+            .extend(delivery.notes.into_iter().map(OutcomeNote::from));
         for (request, payload) in delivery.frames {
             self.send(&request, &payload);
         }
@@ -696,13 +713,13 @@ impl Driver {
         }
     }
 
-    fn answer_question(&mut self, answered: Answered) {
+    fn answer_call(&mut self, answered: CallAnswer) {
         let (host_calls, mut caller) = self.host_calls();
         let request = host_calls.answered(answered, &mut caller);
         self.send(&request, b"");
     }
 
-    fn wants_name(&mut self, wanted: ConnectionWanted) {
+    fn wants_name(&mut self, wanted: ConnectionRequest) {
         // A caller that narrowed this session's network did so on purpose, so no approval is
         // requested.
         if self.network.is_narrowed() {
@@ -723,14 +740,14 @@ impl Driver {
         &mut self,
         request: RequestId,
         max_chars: usize,
-        reply: oneshot::Sender<Option<Glance>>,
+        reply: oneshot::Sender<Option<OutputDelta>>,
     ) {
         let cell = match &mut self.running {
             Some(running) if running.id == request && !reply.is_closed() => running.cell_mut(),
             _ => None,
         };
-        let glance = cell.map(|cell| cell.look(max_chars));
-        let _ = reply.send(glance);
+        let delta = cell.map(|cell| cell.look(max_chars));
+        let _ = reply.send(delta);
     }
 
     fn fork(&mut self, id: RequestId) {
@@ -775,7 +792,7 @@ impl Driver {
             match transfer.next_frame() {
                 Ok(None) => return,
                 Ok(Some((request, chunk))) => {
-                    *deadline = Instant::now() + FILE_PATIENCE;
+                    *deadline = Instant::now() + FILE_TIMEOUT;
                     self.send(&request, &chunk);
                 }
                 // Our own staging file cannot be read. Without `write_end` the runner discards the
@@ -882,12 +899,13 @@ impl Driver {
                     } else {
                         "files are kept"
                     };
-                    self.notes = vec![format!(
+                    let note = format!(
                         "Python was started anew: variables from before the reset are gone, \
                          {files}."
-                    )];
+                    );
+                    self.notes = vec![note.into()];
                 }
-                self.happen(Event::Started { copied });
+                self.happen(SessionEvent::Started { copied });
             }
             Err(error) => {
                 debug!(session = self.id.as_str(), %error, "no interpreter could be started");
@@ -904,7 +922,7 @@ impl Driver {
                 }
                 self.shared.facts().failure = Some(error.clone());
                 self.launch.failure = Some(error);
-                self.happen(Event::StartFailed);
+                self.happen(SessionEvent::StartFailed);
             }
         }
     }
@@ -917,11 +935,11 @@ impl Driver {
         };
         // Drop the old meter first, so that its last reading is taken.
         self.metered = None;
-        self.metered = self.customer.as_ref().map(|customer| {
+        self.metered = self.quota_scope.as_ref().map(|quota_scope| {
             let number = self.numbers.fetch_add(1, Ordering::Relaxed);
-            customer
+            quota_scope
                 .accounts
-                .follow(&customer.owner, number, sandbox.gauge())
+                .follow(&quota_scope.owner, number, sandbox.gauge())
         });
         if !inheritance.packages.is_empty() {
             self.shared.facts().packages = inheritance.packages.clone();
@@ -930,7 +948,10 @@ impl Driver {
         let deliveries = &mut self.host_calls.deliveries;
         deliveries.inherit(inheritance.grants.clone(), inheritance.tools);
         self.shared.facts().grants = deliveries.grants.clone();
-        let asks = self.customer.is_some().then_some(&self.settings.approvals);
+        let asks = self
+            .quota_scope
+            .is_some()
+            .then_some(&self.settings.approvals);
         self.network
             .attach(sandbox, inheritance.ceiling.as_ref(), asks);
         self.shared.facts().rules = sandbox.rules();
@@ -973,7 +994,7 @@ impl Driver {
             // The kept states were lost with the sandbox.
             self.branches.clear();
         }
-        self.happen(Event::InterpreterGone);
+        self.happen(SessionEvent::InterpreterGone);
         // The runner can no longer answer, but a copy that was already made is still valid.
         if self.branches.answer_due().is_some() {
             self.copied();
@@ -1044,14 +1065,14 @@ impl Driver {
              working folder are kept"
         ));
         self.nonsense = what;
-        self.happen(Event::ProtocolBroken);
+        self.happen(SessionEvent::ProtocolBroken);
     }
 
     fn heard(&mut self, event: runner_client::Event) {
         match event {
             runner_client::Event::Closed => {
                 if let Some(live) = &mut self.live {
-                    live.connection = Err(Instant::now() + EXIT_PATIENCE);
+                    live.connection = Err(Instant::now() + EXIT_TIMEOUT);
                 }
             }
             runner_client::Event::Sent => self.send_file(),
@@ -1061,9 +1082,9 @@ impl Driver {
                     let id = running.id;
                     if running.has_changed() {
                         self.branches.changed();
-                        self.happen(Event::Changed);
+                        self.happen(SessionEvent::Changed);
                     }
-                    self.happen(Event::Finished(id));
+                    self.happen(SessionEvent::Finished(id));
                 }
             }
         }
@@ -1080,7 +1101,7 @@ impl Driver {
         }
         if let runner_client::Event::Claim(claim) = &event {
             let (is_delivery, note) = self.host_calls.deliveries.delivered(claim);
-            self.notes.extend(note);
+            self.notes.extend(note.map(OutcomeNote::from));
             if is_delivery || self.branches.declined(claim) {
                 return;
             }
@@ -1109,7 +1130,7 @@ impl Driver {
         }
     }
 
-    fn answer(&mut self, id: RequestId, answer: Answer) {
+    fn answer(&mut self, id: RequestId, answer: RequestEnd) {
         self.shared.facts().last_used = Instant::now();
         if let Some((reply, forked)) = self.branches.end_forking(id) {
             return self.answer_fork(answer, reply, forked);
@@ -1126,11 +1147,13 @@ impl Driver {
         match running.task {
             Task::Cell(cell) => match cell.status(answer, self.exit, &self.nonsense) {
                 Ok(status) => self.report(id, begun, *cell, status, calls),
-                Err(_) => cell.teller.end(Err(self.refusal(answer))),
+                Err(_) => cell.reporter.end(Err(self.refusal(answer))),
             },
             Task::Transfer(transfer) => {
                 let ended = match answer {
-                    Answer::Finished | Answer::Stopped(_, StateAfter::Kept) if is_over => Ok(()),
+                    RequestEnd::Finished | RequestEnd::Stopped(_, StateAfter::Kept) if is_over => {
+                        Ok(())
+                    }
                     answer => Err(self.transfer_refusal(answer)),
                 };
                 let packages = transfer.answer(ended);
@@ -1168,7 +1191,7 @@ impl Driver {
         let spent = sandbox.map(|sandbox| sandbox.gauge().processor_time());
         let isolation = sandbox.map(|sandbox| sandbox.isolation().clone());
         let blocked = sandbox.map(|sandbox| sandbox.take_blocked());
-        let ended = Ended {
+        let ended = CellEnd {
             execution: ExecutionId(id),
             late,
             duration: begun.elapsed(),
@@ -1183,12 +1206,12 @@ impl Driver {
             status,
         };
         // Record before the caller is answered, and even if the outcome is never collected.
-        if let Some(Customer {
+        if let Some(QuotaScope {
             owner,
             session,
             ledger,
             ..
-        }) = &self.customer
+        }) = &self.quota_scope
         {
             let ended = ExecutionEnded {
                 name: ledger.name_of(id),
@@ -1216,12 +1239,12 @@ impl Driver {
     }
 
     /// Returns the notes for an outcome.
-    fn notes_for(&mut self, status: &Status) -> Vec<String> {
+    fn notes_for(&mut self, status: &Status) -> Vec<OutcomeNote> {
         let mut notes = std::mem::take(&mut self.notes);
         let state_is_lost = matches!(
             status,
             Status::Died { .. }
-                | Status::Nonsense { .. }
+                | Status::ProtocolError { .. }
                 | Status::TimedOut {
                     state: StateAfter::Lost,
                     ..
@@ -1234,13 +1257,16 @@ impl Driver {
             self.branches.changed();
             notes.extend(self.branches.drop_lost(self.launch.sandbox()));
             if self.branches.can_undo_last() {
-                notes.push("`undo` brings back the state before this cell.".to_owned());
+                notes.push(OutcomeNote {
+                    text: "The state before this cell can be restored.".to_owned(),
+                    remedy: Some(Remedy::Undo),
+                });
             }
         }
         notes
     }
 
-    fn refusal(&self, answer: Answer) -> Refused {
+    fn refusal(&self, answer: RequestEnd) -> Refused {
         let ended = || {
             // A sandbox without an interpreter can also end, and no event reports that.
             let gone = self
@@ -1262,46 +1288,46 @@ impl Driver {
             }
         };
         match answer {
-            Answer::Refused(Refusal::Busy) => Refused::Busy {
+            RequestEnd::Refused(RequestRefusal::Busy) => Refused::Busy {
                 waiting: super::state::MOST_WAITING,
             },
-            Answer::Refused(Refusal::Crowded) => {
-                let Crowded {
+            RequestEnd::Refused(RequestRefusal::Overloaded) => {
+                let Overloaded {
                     waiting,
                     retry_after,
-                } = self.crowded.expect("it is noted before it is told");
-                Refused::Crowded {
+                } = self.overloaded.expect("it is noted before it is told");
+                Refused::Overloaded {
                     waiting,
                     retry_after,
                 }
             }
-            Answer::Refused(Refusal::CellRunning) => Refused::CellRunning {
+            RequestEnd::Refused(RequestRefusal::CellRunning) => Refused::CellRunning {
                 id: self.id.clone(),
                 then: Retry::Fork,
             },
-            Answer::Refused(Refusal::Cancelled) => Refused::CancelledWhileWaiting,
-            Answer::Refused(Refusal::StartFailed) => self
+            RequestEnd::Refused(RequestRefusal::Cancelled) => Refused::CancelledWhileWaiting,
+            RequestEnd::Refused(RequestRefusal::StartFailed) => self
                 .launch
                 .failure
                 .clone()
                 .map_or_else(ended, Refused::Launch),
-            Answer::Refused(Refusal::Reset) => Refused::ResetWhileWaiting,
-            Answer::Refused(Refusal::Closed) => Refused::ClosedWhileWaiting,
+            RequestEnd::Refused(RequestRefusal::Reset) => Refused::ResetWhileWaiting,
+            RequestEnd::Refused(RequestRefusal::Closed) => Refused::ClosedWhileWaiting,
             _ => ended(),
         }
     }
 
-    fn transfer_refusal(&self, answer: Answer) -> Refused {
+    fn transfer_refusal(&self, answer: RequestEnd) -> Refused {
         match answer {
-            Answer::Reset => Refused::ResetDuringTransfer,
-            Answer::Closed => Refused::ClosedWhileWaiting,
+            RequestEnd::Reset => Refused::ResetDuringTransfer,
+            RequestEnd::Closed => Refused::ClosedWhileWaiting,
             answer => self.refusal(answer),
         }
     }
 
     /// Releases all resources. The manager removes the session before requests that arrived too
     /// late are answered.
-    async fn leave(mut self, on_gone: OnGone) {
+    async fn shut_down(mut self, on_gone: OnGone) {
         let why = if self.expired {
             let idle = self.settings.idle_timeout.as_secs();
             let lost = match self.settings.work_folder {
@@ -1321,24 +1347,24 @@ impl Driver {
         self.commands.close();
         while let Some(command) = self.commands.recv().await {
             match command {
-                Command::Submit(_, job) => {
+                DriverCommand::Submit(_, job) => {
                     let answer = if self.launch.failure.is_some() {
-                        Refusal::StartFailed
+                        RequestRefusal::StartFailed
                     } else {
-                        Refusal::Ended
+                        RequestRefusal::Ended
                     };
-                    job.refuse(self.refusal(Answer::Refused(answer)));
+                    job.refuse(self.refusal(RequestEnd::Refused(answer)));
                 }
                 // Their senders learn from the dropped channel that the session is gone. A fork is
                 // destroyed or returned.
-                Command::Cancel(_)
-                | Command::Look { .. }
-                | Command::Decide { .. }
-                | Command::Undo { .. }
-                | Command::Surrender(_) => {}
-                Command::Adopt { fork, reply, .. } => drop(reply.send(Err(fork))),
-                Command::Reset(reply) => self.resets.push((reply, false)),
-                Command::Shutdown(reply) => self.closers.push(reply),
+                DriverCommand::Cancel(_)
+                | DriverCommand::ReadNewOutput { .. }
+                | DriverCommand::Decide { .. }
+                | DriverCommand::Undo { .. }
+                | DriverCommand::Surrender(_) => {}
+                DriverCommand::Adopt { fork, reply, .. } => drop(reply.send(Err(fork))),
+                DriverCommand::Reset(reply) => self.resets.push((reply, false)),
+                DriverCommand::Shutdown(reply) => self.closers.push(reply),
             }
         }
         for (reply, _) in self.resets.drain(..) {

@@ -22,9 +22,9 @@ pub(super) struct Network {
     /// The narrower rules of a caller, if it gave any.
     narrowed: Option<Rules>,
     /// Connections to names that no rule lists, reported by the gateway.
-    wanted: mpsc::Receiver<ConnectionWanted>,
+    wanted: mpsc::Receiver<ConnectionRequest>,
     /// The gateway's sender for `wanted`.
-    wants: mpsc::Sender<ConnectionWanted>,
+    wants: mpsc::Sender<ConnectionRequest>,
 }
 
 impl Network {
@@ -39,7 +39,7 @@ impl Network {
     }
 
     /// Waits for a connection to a name that no rule lists.
-    pub(super) async fn next(&mut self) -> ConnectionWanted {
+    pub(super) async fn next(&mut self) -> ConnectionRequest {
         let wanted = self.wanted.recv().await;
         wanted.expect("this part holds a sender itself")
     }
@@ -101,7 +101,7 @@ impl Network {
 }
 
 /// A connection that the gateway holds.
-pub(super) struct ConnectionWanted {
+pub(super) struct ConnectionRequest {
     pub(super) name: String,
     pub(super) port: u16,
     pub(super) reply: oneshot::Sender<bool>,
@@ -110,7 +110,7 @@ pub(super) struct ConnectionWanted {
 /// Forwards the gateway's requests about names to the session.
 struct NameAsker {
     approvals: InForce,
-    wanted: mpsc::Sender<ConnectionWanted>,
+    wanted: mpsc::Sender<ConnectionRequest>,
 }
 
 impl Asker for NameAsker {
@@ -124,7 +124,7 @@ impl Asker for NameAsker {
             let (reply, answer) = oneshot::channel();
             // A session that is gone allows nothing.
             wanted
-                .send(ConnectionWanted { name, port, reply })
+                .send(ConnectionRequest { name, port, reply })
                 .await
                 .is_ok()
                 && answer.await.unwrap_or(false)

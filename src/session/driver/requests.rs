@@ -10,21 +10,21 @@ use tempfile::SpooledTempFile;
 use tokio::sync::oneshot;
 use tokio::time::Instant;
 
-use super::FILE_PATIENCE;
+use super::FILE_TIMEOUT;
 use super::cell::Cell;
 use super::forks::{Forked, ForksWanted};
 use crate::reaction::ReactionLimit;
 use crate::runner_client::{Claim, Request};
-use crate::session::docket::Teller;
+use crate::session::executions::ExecutionReporter;
 use crate::session::install::LoadedModules;
-use crate::session::state::{Kind, RequestId};
+use crate::session::state::{RequestId, RequestKind};
 use crate::session::{ExecuteRequest, FileList, InsidePath, Refused};
 
 /// A request and the destination of its answer.
 pub(in crate::session) enum Job {
     Execute {
         request: ExecuteRequest,
-        teller: Teller,
+        reporter: ExecutionReporter,
     },
     Write {
         path: InsidePath,
@@ -34,7 +34,7 @@ pub(in crate::session) enum Job {
     },
     Read {
         path: InsidePath,
-        what: Extent,
+        what: ReadExtent,
         reply: oneshot::Sender<Result<Received, Refused>>,
     },
     List {
@@ -53,7 +53,7 @@ pub(in crate::session) enum Job {
 
 /// The requested part of a file.
 #[derive(Debug, Clone, Copy)]
-pub(in crate::session) enum Extent {
+pub(in crate::session) enum ReadExtent {
     /// The whole file, if it is not larger than this.
     Whole {
         limit: u64,
@@ -75,20 +75,20 @@ pub(in crate::session) struct Received {
 }
 
 impl Job {
-    pub(super) fn kind(&self) -> Kind {
+    pub(super) fn kind(&self) -> RequestKind {
         match self {
-            Job::Execute { .. } => Kind::Cell,
+            Job::Execute { .. } => RequestKind::Cell,
             Job::Write { .. } | Job::Read { .. } | Job::List { .. } | Job::Packages { .. } => {
-                Kind::File
+                RequestKind::File
             }
-            Job::Fork { .. } => Kind::Fork,
+            Job::Fork { .. } => RequestKind::Fork,
         }
     }
 
     /// Answers a request that was never started.
     pub(super) fn refuse(self, refused: Refused) {
         match self {
-            Job::Execute { teller, .. } => teller.end(Err(refused)),
+            Job::Execute { reporter, .. } => reporter.end(Err(refused)),
             Job::Write { reply, .. } => drop(reply.send(Err(refused))),
             Job::Read { reply, .. } => drop(reply.send(Err(refused))),
             Job::List { reply } => drop(reply.send(Err(refused))),
@@ -180,7 +180,7 @@ impl Running {
                 Ok(())
             }
             Task::Transfer(transfer) => {
-                self.deadline = Instant::now() + FILE_PATIENCE;
+                self.deadline = Instant::now() + FILE_TIMEOUT;
                 transfer.take(claim)
             }
         }

@@ -4,11 +4,11 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use tokio::time::Instant;
 
-use crate::approval::Memory;
+use crate::approval::SessionGrants;
 use crate::sandbox::{LaunchError, Rules};
 use crate::session::SessionState;
 use crate::session::approvals::WaitingInstall;
-use crate::session::docket::Docket;
+use crate::session::executions::ExecutionRegistry;
 use crate::session::history::Undoable;
 use crate::session::kept_outputs::SessionOutputs;
 use crate::session::tools::Grants;
@@ -19,7 +19,7 @@ pub(in crate::session) struct Shared {
     pub(in crate::session) outputs: SessionOutputs,
     /// Installations that wait for approval.
     installs: Mutex<Vec<WaitingInstall>>,
-    pub(in crate::session) docket: Arc<Docket>,
+    pub(in crate::session) registry: Arc<ExecutionRegistry>,
     pub(in crate::session) created: Instant,
 }
 
@@ -40,7 +40,7 @@ pub(in crate::session) struct Facts {
     /// Requirements that calls installed, or that were already present.
     pub(in crate::session) requested: Vec<String>,
     /// Permissions given by a person for this session.
-    pub(in crate::session) granted: Memory,
+    pub(in crate::session) granted: SessionGrants,
     /// Tools of other servers that it may use.
     pub(in crate::session) grants: Grants,
 }
@@ -59,14 +59,14 @@ impl Shared {
             rules: Rules::none(),
             packages: Vec::new(),
             requested: Vec::new(),
-            granted: Memory::default(),
+            granted: SessionGrants::default(),
             grants: Grants::default(),
         };
         Shared {
             facts: Mutex::new(facts),
             outputs,
             installs: Mutex::default(),
-            docket: Arc::default(),
+            registry: Arc::default(),
             created: now,
         }
     }
@@ -97,6 +97,6 @@ impl Shared {
 
     /// Returns the bytes of kept full outputs and of results kept for collection.
     pub(in crate::session) fn kept_bytes(&self) -> u64 {
-        self.outputs.bytes() + self.docket.kept_bytes()
+        self.outputs.bytes() + self.registry.kept_bytes()
     }
 }

@@ -12,7 +12,7 @@ use std::time::Duration;
 use rustix::fs::OFlags;
 use tracing::debug;
 
-use super::approvals::Wanted;
+use super::approvals::PendingAction;
 use super::host_calls::{Caller, HostCalls};
 use crate::approval::Subject;
 use crate::runner_client::{ClaimedCommand, HostCallAnswer, OutputPipes};
@@ -26,13 +26,13 @@ const GRACE: Duration = Duration::from_millis(300);
 
 /// A command that waits for approval, with everything that it needs to run. Its text is shown to
 /// the person, and the same value is run.
-pub(super) struct CommandWanted {
+pub(super) struct CommandRequest {
     pub(super) ask: u64,
     pub(super) command: ShellCommand,
     pub(super) outlets: OutputPipes,
 }
 
-impl CommandWanted {
+impl CommandRequest {
     /// Returns the approximate number of bytes that it holds.
     pub(super) fn size(&self) -> usize {
         self.command.text().len() + self.command.input().map_or(0, <[u8]>::len)
@@ -77,7 +77,7 @@ impl HostCalls {
         };
         self.consider(
             subject,
-            Wanted::Command(Box::new(CommandWanted {
+            PendingAction::Command(Box::new(CommandRequest {
                 ask,
                 command,
                 outlets,
@@ -94,7 +94,7 @@ impl HostCalls {
         outlets: OutputPipes,
         caller: &Caller<'_>,
     ) {
-        if self.questions.commands() >= MOST_COMMANDS {
+        if self.call_queue.commands() >= MOST_COMMANDS {
             return self.refuse_command(
                 ask,
                 "budget",
@@ -109,13 +109,13 @@ impl HostCalls {
             );
         };
         debug!(session = self.id.as_str(), "code runs a command");
-        self.questions
+        self.call_queue
             .run(ask, async move { run(&command, launcher, outlets).await });
     }
 
     /// Answers that a command was not run. The text appears in the traceback.
     pub(super) fn refuse_command(&mut self, ask: u64, reason: &'static str, text: &str) {
-        self.questions.answer_at_once(ask, refusal(reason, text));
+        self.call_queue.answer_at_once(ask, refusal(reason, text));
     }
 }
 

@@ -6,7 +6,7 @@ use tempfile::SpooledTempFile;
 use tokio::sync::oneshot;
 
 use super::STAGED_IN_MEMORY;
-use super::requests::{Extent, Received, Transfer};
+use super::requests::{ReadExtent, Received, Transfer};
 use super::wording::{file_failed, file_list};
 use crate::runner_client::{Claim, FileFailure, MOST_LISTED, Request};
 use crate::session::install::LoadedModules;
@@ -44,7 +44,7 @@ impl<T> Reply<T> {
 }
 
 /// A file that is copied into the session.
-pub(super) struct Upload {
+pub(super) struct UploadTransfer {
     id: RequestId,
     path: InsidePath,
     source: SpooledTempFile,
@@ -52,7 +52,7 @@ pub(super) struct Upload {
     reply: Reply<u64>,
 }
 
-impl Upload {
+impl UploadTransfer {
     pub(super) fn begin(
         id: RequestId,
         path: InsidePath,
@@ -65,7 +65,7 @@ impl Upload {
             path: path.as_str().to_owned(),
             overwrite,
         };
-        let upload = Upload {
+        let upload = UploadTransfer {
             id,
             path,
             source,
@@ -76,7 +76,7 @@ impl Upload {
     }
 }
 
-impl Transfer for Upload {
+impl Transfer for UploadTransfer {
     fn take(&mut self, claim: Claim) -> Result<(), String> {
         match claim {
             Claim::Written { size, .. } => self.reply.result = Some(Ok(size)),
@@ -119,7 +119,7 @@ impl Transfer for Upload {
 }
 
 /// A file, or a part of one, that is copied out of the session.
-pub(super) struct Download {
+pub(super) struct DownloadTransfer {
     path: InsidePath,
     limit: u64,
     bytes: SpooledTempFile,
@@ -127,20 +127,20 @@ pub(super) struct Download {
     reply: Reply<Received>,
 }
 
-impl Download {
+impl DownloadTransfer {
     pub(super) fn begin(
         id: RequestId,
         path: InsidePath,
-        what: Extent,
+        what: ReadExtent,
         reply: oneshot::Sender<Result<Received, Refused>>,
     ) -> (Request, Box<dyn Transfer>) {
         let name = path.as_str().to_owned();
         let (request, limit) = match what {
-            Extent::Whole { limit } => {
+            ReadExtent::Whole { limit } => {
                 let path = name;
                 (Request::ReadFile { id, path, limit }, limit)
             }
-            Extent::Part { offset, length } => {
+            ReadExtent::Part { offset, length } => {
                 let request = Request::ReadFilePart {
                     id,
                     path: name,
@@ -150,7 +150,7 @@ impl Download {
                 (request, length)
             }
         };
-        let download = Download {
+        let download = DownloadTransfer {
             path,
             limit,
             bytes: SpooledTempFile::new(STAGED_IN_MEMORY),
@@ -179,7 +179,7 @@ impl Download {
     }
 }
 
-impl Transfer for Download {
+impl Transfer for DownloadTransfer {
     fn take(&mut self, claim: Claim) -> Result<(), String> {
         match claim {
             _ if self.is_over() => {}

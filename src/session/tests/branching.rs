@@ -376,17 +376,17 @@ async fn a_crash_is_undone() {
         let outcome = setting.ok("a", &format!("keep f broken\n{code}")).await;
         assert_eq!(outcome.status.name(), name);
         assert!(
-            outcome.notes.iter().any(|note| note.contains("`undo`")),
+            outcome
+                .notes
+                .iter()
+                .any(|note| note.remedy == Some(Remedy::Undo)),
             "{:?}",
             outcome.notes
         );
-        let refused = setting.refused("a", "get x").await.to_string();
-        assert!(
-            refused.contains("`undo`") && refused.contains("`reset`"),
-            "{refused}"
-        );
-        let refused = setting.fork("a", 1).await.unwrap_err().to_string();
-        assert!(refused.contains("`undo`"), "{refused}");
+        let refused = setting.refused("a", "get x").await;
+        assert_eq!(refused.remedies(), [Remedy::Undo, Remedy::Reset]);
+        let refused = setting.fork("a", 1).await.unwrap_err();
+        assert!(refused.remedies().contains(&Remedy::Undo), "{refused}");
         let report = setting.undo("a", 1).await.unwrap();
         assert_eq!((report.revived, report.left.len()), (true, 1));
         assert_eq!(text(&setting.ok("a", "get x\nfile f").await), "1\none\n");
@@ -442,7 +442,7 @@ async fn a_copy_that_fails_is_told_and_the_cell_runs_all_the_same() {
         outcome
             .notes
             .iter()
-            .any(|note| note.contains("could not be kept")),
+            .any(|note| note.text.contains("could not be kept")),
         "{:?}",
         outcome.notes
     );
@@ -471,7 +471,7 @@ async fn where_sessions_cannot_be_copied_it_is_said_once_and_not_tried_again() {
         outcome
             .notes
             .iter()
-            .any(|note| note.contains("cannot be undone here")),
+            .any(|note| note.text.contains("cannot be undone here")),
         "{:?}",
         outcome.notes
     );
@@ -496,7 +496,7 @@ async fn copies_that_the_kernel_took_are_told_and_no_longer_offered() {
         outcome
             .notes
             .iter()
-            .any(|note| note.contains("2 kept states")),
+            .any(|note| note.text.contains("2 kept states")),
         "{:?}",
         outcome.notes
     );
@@ -536,7 +536,9 @@ async fn old_copies_are_given_up_before_memory_runs_out() {
     setting.at_rest("a").await;
     assert_eq!(setting.backend.checkpoints(), 3);
     assert!(
-        notes.iter().any(|note| note.contains("to save memory")),
+        notes
+            .iter()
+            .any(|note| note.text.contains("to save memory")),
         "{notes:?}"
     );
     assert_eq!(setting.undoable("a").len(), 2);
@@ -555,7 +557,7 @@ async fn old_copies_are_given_up_before_memory_runs_out() {
     assert!(
         notes
             .iter()
-            .any(|note| note.contains("nearly all the memory")),
+            .any(|note| note.text.contains("nearly all the memory")),
         "{notes:?}"
     );
 }
@@ -707,11 +709,10 @@ async fn an_undo_that_fails_ends_the_session_and_may_be_tried_again() {
         setting.undo("a", 1).await,
         Err(Refused::Launch(_))
     ));
-    let refused = setting.refused("a", "get x").await.to_string();
-    assert!(
-        refused.contains("could not be started again") && refused.contains("`undo`"),
-        "{refused}"
-    );
+    let refused = setting.refused("a", "get x").await;
+    let words = refused.to_string();
+    assert!(words.contains("could not be started again"), "{words}");
+    assert_eq!(refused.remedies()[0], Remedy::Undo);
     setting.backend.set_copying(FakeCopying::Works);
     assert!(setting.undo("a", 1).await.unwrap().revived);
     assert_eq!(text(&setting.ok("a", "get x").await), "1\n");
@@ -770,7 +771,7 @@ async fn a_session_that_says_it_cannot_be_copied_is_not_waited_for() {
         outcome
             .notes
             .iter()
-            .any(|note| note.contains("no copy today")),
+            .any(|note| note.text.contains("no copy today")),
         "{:?}",
         outcome.notes
     );
@@ -808,7 +809,10 @@ async fn a_cell_that_waits_for_a_copy_is_cancelled_at_once() {
     let outcome = setting.ok("a", "get x").await;
     assert_eq!(text(&outcome), "1\n");
     assert!(
-        outcome.notes.iter().any(|note| note.contains("in time")),
+        outcome
+            .notes
+            .iter()
+            .any(|note| note.text.contains("in time")),
         "{:?}",
         outcome.notes
     );
@@ -898,7 +902,8 @@ async fn a_fork_says_what_it_is_and_begins_its_own_past() {
     assert_eq!(info.executions, 0);
     assert_eq!(setting.undoable("b"), []);
     let outcome = setting.ok("b", "set x 2").await;
-    assert_eq!(outcome.notes, ["This session is a fork of `a`."]);
+    assert_eq!(outcome.notes[0].text, "This session is a fork of `a`.");
+    assert_eq!(outcome.notes.len(), 1);
     assert!(setting.ok("b", "get x").await.notes.is_empty());
     setting.undo("b", 2).await.unwrap();
     assert_eq!(text(&setting.ok("b", "get x").await), "1\n");
@@ -1241,7 +1246,7 @@ async fn kept_variants_become_sessions() {
     let outcome = setting.ok("a-one-2", "get x").await;
     assert_eq!((text(&outcome).as_str(), outcome.notes.len()), ("11\n", 1));
     assert!(
-        outcome.notes[0].contains("variant `one`"),
+        outcome.notes[0].text.contains("variant `one`"),
         "{:?}",
         outcome.notes
     );
@@ -1331,7 +1336,7 @@ async fn the_kept_variant_can_take_the_place_of_the_source() {
     let outcome = setting.ok("a", "get score\nfile f").await;
     assert_eq!(text(&outcome), "2\ntwo\n");
     assert!(
-        outcome.notes[0].contains("variant `high`"),
+        outcome.notes[0].text.contains("variant `high`"),
         "{:?}",
         outcome.notes
     );

@@ -18,13 +18,18 @@ use crate::session::*;
 
 const SECOND: Duration = Duration::from_secs(1);
 
-fn nobody() -> News {
-    News::new(String::new())
+fn nobody() -> ProgressChannel {
+    ProgressChannel::new(String::new())
 }
 
 impl Setting {
     /// Starts a cell and waits for it at most `wait`.
-    async fn start(&self, session: &str, code: &str, wait: Duration) -> Result<Executed, Refused> {
+    async fn start(
+        &self,
+        session: &str,
+        code: &str,
+        wait: Duration,
+    ) -> Result<ExecutionReport, Refused> {
         let request = ExecuteRequest {
             timeout: Duration::from_secs(1000),
             ..request(code)
@@ -44,34 +49,38 @@ impl Setting {
     /// Starts a cell that continues after `wait`.
     async fn leave_running(&self, session: &str, code: &str, wait: Duration) -> Underway {
         match self.start(session, code, wait).await.unwrap() {
-            Executed::Underway(underway) => underway,
-            Executed::Finished(outcome) => panic!("it has finished: {outcome:?}"),
+            ExecutionReport::Underway(underway) => underway,
+            other => panic!("it is not under way: {other:?}"),
         }
     }
 
-    async fn check_for(&self, which: &Which, wait: Duration) -> Result<Checked, Refused> {
+    async fn check_for(
+        &self,
+        which: &ExecutionRef,
+        wait: Duration,
+    ) -> Result<ExecutionReport, Refused> {
         self.sessions
             .check(&owner(), which, wait, 1000, nobody())
             .await
     }
 
-    async fn underway(&self, which: &Which, wait: Duration) -> Underway {
+    async fn underway(&self, which: &ExecutionRef, wait: Duration) -> Underway {
         match self.check_for(which, wait).await.unwrap() {
-            Checked::Underway(underway) => underway,
+            ExecutionReport::Underway(underway) => underway,
             other => panic!("it is not under way: {other:?}"),
         }
     }
 
-    async fn finished(&self, which: &Which, wait: Duration) -> (Outcome, bool) {
+    async fn finished(&self, which: &ExecutionRef, wait: Duration) -> (Outcome, bool) {
         match self.check_for(which, wait).await.unwrap() {
-            Checked::Finished { outcome, again, .. } => (*outcome, again),
+            ExecutionReport::Finished { outcome, again, .. } => (*outcome, again),
             other => panic!("it has not finished: {other:?}"),
         }
     }
 }
 
-fn of(session: &str) -> Which {
-    Which::Of(id(session))
+fn of(session: &str) -> ExecutionRef {
+    ExecutionRef::InSession(id(session))
 }
 
 #[tokio::test(start_paused = true)]
@@ -95,7 +104,7 @@ async fn a_long_cell_is_followed_to_its_end_and_can_be_asked_for_again() {
         (2 * SECOND, 2 * SECOND)
     );
     assert_eq!(underway.session, id("a"));
-    let this = Which::This(underway.handle);
+    let this = ExecutionRef::Handle(underway.handle);
     let later = setting.underway(&this, 4 * SECOND).await;
     assert_eq!((later.text.as_str(), later.elapsed), ("two\n", 6 * SECOND));
     assert_eq!(setting.underway(&of("a"), Duration::ZERO).await.text, "");
@@ -114,7 +123,8 @@ async fn a_long_cell_is_followed_to_its_end_and_can_be_asked_for_again() {
 #[tokio::test(start_paused = true)]
 async fn a_cell_that_ends_in_time_is_answered_at_once() {
     let setting = setting();
-    let Executed::Finished(outcome) = setting.start("a", "print done", 10 * SECOND).await.unwrap()
+    let ExecutionReport::Finished { outcome, .. } =
+        setting.start("a", "print done", 10 * SECOND).await.unwrap()
     else {
         panic!()
     };
@@ -133,7 +143,7 @@ async fn a_session_that_has_run_nothing_has_nothing_to_tell() {
     setting.upload("a", "data", b"x", false).await.unwrap();
     assert!(matches!(
         setting.check_for(&of("a"), SECOND).await,
-        Ok(Checked::Nothing)
+        Ok(ExecutionReport::Nothing)
     ));
     setting.sessions.stop(&owner(), &of("a")).await.unwrap();
 }
@@ -170,7 +180,7 @@ async fn a_cancelled_token_interrupts_the_code() {
         .wait_until(|info| info.state == SessionState::Running)
         .await;
     cancel.cancel();
-    let Executed::Finished(outcome) = call.await.unwrap().unwrap() else {
+    let ExecutionReport::Finished { outcome, .. } = call.await.unwrap().unwrap() else {
         panic!()
     };
     assert_eq!(
@@ -193,7 +203,7 @@ async fn texts_are_told_once_and_the_newest_first() {
         .sessions
         .begin(&owner, &session, request, Some(SECOND), cancel, nobody())
         .await;
-    let Executed::Underway(first) = begun.unwrap() else {
+    let ExecutionReport::Underway(first) = begun.unwrap() else {
         panic!()
     };
     assert_eq!(
@@ -205,7 +215,7 @@ async fn texts_are_told_once_and_the_newest_first() {
         .check(&owner, &of("a"), 2 * SECOND, 10, nobody())
         .await
         .unwrap();
-    let Checked::Underway(second) = checked else {
+    let ExecutionReport::Underway(second) = checked else {
         panic!()
     };
     assert_eq!(
@@ -227,7 +237,7 @@ async fn executions_wait_in_line_and_are_heard_of_in_their_order() {
     assert_eq!((first.ahead, second.ahead, third.ahead), (0, 1, 2));
     assert_eq!((third.text.as_str(), third.elapsed), ("", SECOND));
     let (outcome, _) = setting
-        .finished(&Which::This(third.handle), 100 * SECOND)
+        .finished(&ExecutionRef::Handle(third.handle), 100 * SECOND)
         .await;
     assert_eq!(text(&outcome), "third\n");
     for expected in ["first\n", "second\n"] {
@@ -245,7 +255,7 @@ async fn stopping_interrupts_what_runs_and_takes_what_waits_out_of_the_queue() {
         .leave_running("a", "print begun\nsleep 100", SECOND)
         .await;
     let waiting = setting.leave_running("a", "set x 2", SECOND).await;
-    let waiting = Which::This(waiting.handle);
+    let waiting = ExecutionRef::Handle(waiting.handle);
     setting.sessions.stop(&owner(), &waiting).await.unwrap();
     assert!(matches!(
         setting.check_for(&waiting, SECOND).await,
@@ -257,7 +267,7 @@ async fn stopping_interrupts_what_runs_and_takes_what_waits_out_of_the_queue() {
     ));
     setting.sessions.stop(&owner(), &of("a")).await.unwrap();
     let (outcome, _) = setting
-        .finished(&Which::This(running.handle.clone()), SECOND)
+        .finished(&ExecutionRef::Handle(running.handle.clone()), SECOND)
         .await;
     assert_eq!(
         outcome.status,
@@ -268,7 +278,7 @@ async fn stopping_interrupts_what_runs_and_takes_what_waits_out_of_the_queue() {
     // An execution that has ended is not affected.
     setting
         .sessions
-        .stop(&owner(), &Which::This(running.handle))
+        .stop(&owner(), &ExecutionRef::Handle(running.handle))
         .await
         .unwrap();
     assert!(matches!(
@@ -314,7 +324,10 @@ async fn whoever_waits_hears_of_a_reset_a_close_and_a_death() {
         let waiting = setting
             .leave_running(session, "print never", Duration::ZERO)
             .await;
-        let (running, waiting) = (Which::This(running.handle), Which::This(waiting.handle));
+        let (running, waiting) = (
+            ExecutionRef::Handle(running.handle),
+            ExecutionRef::Handle(waiting.handle),
+        );
         let act = async {
             match session {
                 "reset" => drop(
@@ -446,7 +459,7 @@ async fn a_result_that_somebody_waits_for_is_not_told_to_others() {
     let first = setting.leave_running("a", "sleep 5", SECOND).await;
     // Followed like a call that has not been polled since the end of the cell.
     let (_, entry) = setting.sessions.locate(&owner(), &of("a")).unwrap();
-    let follows = entry.shared.docket.find(&first.handle).unwrap().follow();
+    let follows = entry.shared.registry.find(&first.handle).unwrap().follow();
     tokio::time::sleep(10 * SECOND).await;
     assert_eq!(setting.ok("a", "print x").await.others, Others::default());
     drop(follows);
@@ -461,9 +474,9 @@ async fn a_result_that_somebody_waits_for_is_not_told_to_others() {
 async fn a_handle_is_good_for_its_owner_alone() {
     let setting = setting();
     let underway = setting.leave_running("a", "sleep 100", SECOND).await;
-    let this = Which::This(underway.handle);
+    let this = ExecutionRef::Handle(underway.handle);
     let stranger = Principal("somebody else".to_owned());
-    let unknown = Which::This("0".repeat(32).parse().unwrap());
+    let unknown = ExecutionRef::Handle("0".repeat(32).parse().unwrap());
     let foreign = setting
         .sessions
         .check(&stranger, &this, SECOND, 10, nobody())
@@ -526,7 +539,7 @@ async fn a_start_that_fails_after_the_caller_left_can_be_asked_about() {
     setting.backend.prepare(Preparation::Failed {
         why: "no network".to_owned(),
     });
-    for which in [Which::This(underway.handle), of("a")] {
+    for which in [ExecutionRef::Handle(underway.handle), of("a")] {
         let refused = setting.check_for(&which, SECOND).await.unwrap_err();
         assert!(refused.to_string().contains("no network"), "{refused}");
     }
@@ -535,7 +548,7 @@ async fn a_start_that_fails_after_the_caller_left_can_be_asked_about() {
 /// An installer that never finishes.
 struct Waiter;
 
-impl install::Installer for Waiter {
+impl install::PackageInstaller for Waiter {
     fn install<'a>(
         &'a self,
         _request: install::InstallRequest,
@@ -547,7 +560,7 @@ impl install::Installer for Waiter {
 
 #[tokio::test(start_paused = true)]
 async fn an_installation_into_a_session_that_cannot_start_says_why() {
-    let packages = install::Source(Some(Arc::new(Waiter)));
+    let packages = install::PackageSource(Some(Arc::new(Waiter)));
     let settings = SessionSettings {
         packages,
         ..SessionSettings::default()
@@ -559,7 +572,7 @@ async fn an_installation_into_a_session_that_cannot_start_says_why() {
         &owner,
         &session,
         wanted,
-        install::Leave::default(),
+        install::InstallApproval::default(),
         cancel,
         &|_| (),
     ));
@@ -584,7 +597,7 @@ async fn the_news_are_the_place_in_the_queue_and_then_the_latest_line() {
     let setting = setting_with(FakeBackend::new(), without_undo());
     setting.leave_running("a", "sleep 5", SECOND).await;
     setting.leave_running("a", "sleep 5", SECOND).await;
-    let news = News::new(String::new());
+    let news = ProgressChannel::new(String::new());
     let mut heard = news.subscribe();
     let long = "y".repeat(300);
     let code =
@@ -614,7 +627,7 @@ async fn the_news_are_the_place_in_the_queue_and_then_the_latest_line() {
     }
     assert!(matches!(
         call.await.unwrap().unwrap(),
-        Executed::Finished(_)
+        ExecutionReport::Finished { .. }
     ));
 }
 
@@ -661,12 +674,12 @@ async fn each_execution_is_recorded_when_it_ends_with_its_own_code_whoever_colle
     }
     assert!(all.lock().unwrap().is_empty(), "nothing has ended");
     let last = setting
-        .finished(&Which::This(handles[19].clone()), 100 * SECOND)
+        .finished(&ExecutionRef::Handle(handles[19].clone()), 100 * SECOND)
         .await
         .0;
     assert_eq!(text(&last), "19\n");
     setting
-        .finished(&Which::This(handles[10].clone()), SECOND)
+        .finished(&ExecutionRef::Handle(handles[10].clone()), SECOND)
         .await;
     let expected: Vec<_> = (0..20)
         .map(|number| {

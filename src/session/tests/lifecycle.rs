@@ -10,6 +10,7 @@ use tokio::task::JoinHandle;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
+use crate::runner_client::FileFailure;
 use crate::sandbox::fake::FakeBackend;
 use crate::sandbox::{Exit, LayerState, OuterMemory, Preparation};
 use crate::session::driver::Job;
@@ -58,7 +59,7 @@ pub(super) fn request(code: &str) -> ExecuteRequest {
         code: code.to_owned(),
         timeout: Duration::from_secs(10),
         max_output_chars: 5000,
-        asking: Asking::Nobody,
+        asking: Approver::Nobody,
         rules: None,
         recorder: Default::default(),
     }
@@ -164,7 +165,7 @@ async fn text_values_and_errors_come_back_in_order() {
         (text(&outcome).as_str(), &outcome.status),
         ("one\ntwo\nthree\n4", &Status::Completed)
     );
-    assert!(outcome.notes[0].contains("new session"));
+    assert!(outcome.notes[0].text.contains("new session"));
     let outcome = setting.ok("a", "print before\nraise broken").await;
     let Status::Raised(error) = &outcome.status else {
         panic!("{:?}", outcome.status)
@@ -316,9 +317,10 @@ async fn code_that_ignores_the_interrupt_is_killed_and_files_stay() {
     );
     assert_eq!(text(&outcome), "begun\n");
     assert!(before.elapsed() < Duration::from_secs(12));
-    let refused = setting.refused("a", "print x").await.to_string();
+    let refused = setting.refused("a", "print x").await;
     assert!(
-        refused.contains("ignored the interrupt") && refused.contains("`reset`"),
+        refused.to_string().contains("ignored the interrupt")
+            && refused.remedies().contains(&Remedy::Reset),
         "{refused}"
     );
     let report = setting.sessions.reset(&owner(), &id("a")).await.unwrap();
@@ -496,7 +498,8 @@ async fn a_reset_acts_in_the_middle_of_a_cell() {
     assert_eq!(before.elapsed(), Duration::ZERO);
     let outcome = setting.ok("a", "get x").await;
     assert!(
-        matches!(outcome.status, Status::Raised(_)) && outcome.notes[0].contains("started anew")
+        matches!(outcome.status, Status::Raised(_))
+            && outcome.notes[0].text.contains("started anew")
     );
     assert_eq!(setting.download("a", "data", 100).await.unwrap(), b"kept");
 }
@@ -617,7 +620,7 @@ async fn an_interpreter_that_speaks_nonsense_is_ended() {
     let setting = setting();
     let outcome = setting.ok("a", "print before\ngarbage\nsleep 5").await;
     assert!(
-        matches!(outcome.status, Status::Nonsense { .. }),
+        matches!(outcome.status, Status::ProtocolError { .. }),
         "{:?}",
         outcome.status
     );
@@ -901,11 +904,11 @@ async fn who_asks_a_session_that_could_not_begin_and_is_gone_already_is_told_why
     });
     entry.commands.closed().await;
     let (reply, _answer) = tokio::sync::oneshot::channel();
-    let silence = setting
+    let error = setting
         .sessions
         .submit_as(&entry, 1, Job::List { reply })
         .unwrap_err();
-    let refused = setting.sessions.explained(&owner(), &id("a"), silence);
+    let refused = setting.sessions.explained(&owner(), &id("a"), error);
     assert!(
         matches!(&refused, Refused::Launch(_)) && refused.to_string().contains("no Python here"),
         "{refused}"

@@ -7,9 +7,9 @@ mod files;
 mod following;
 mod lifecycle;
 mod quotas;
+mod scheduler;
 mod shell;
 mod tools;
-mod turns;
 
 use super::*;
 
@@ -113,39 +113,5 @@ fn a_refused_undo_says_what_can_be_undone() {
     assert_eq!(
         text(&[1, 3]),
         "5 cells of `a` cannot be undone. These numbers of cells can: 1, 3"
-    );
-}
-
-#[test]
-fn an_ended_session_offers_undo_only_when_there_is_something_to_go_back_to() {
-    let text = |undo: bool| {
-        Refused::Ended {
-            id: SessionId::from_str("a").unwrap(),
-            why: "it crashed".to_owned(),
-            undo,
-        }
-        .to_string()
-    };
-    assert!(text(true).contains("`undo`") && text(true).contains("`reset`"));
-    assert!(!text(false).contains("`undo`") && text(false).contains("`reset`"));
-}
-
-#[test]
-fn a_refusal_for_too_many_sessions_names_what_to_close() {
-    let idle = vec![SessionId::from_str("old").unwrap()];
-    let text = |own, oldest_idle| {
-        Refused::TooManySessions {
-            limit: 3,
-            own,
-            oldest_idle,
-        }
-        .to_string()
-    };
-    assert!(text(3, idle).contains("`old`"));
-    assert!(text(2, vec![]).contains("2 of them are yours, and none of yours is idle"));
-    let others = text(0, vec![]);
-    assert!(
-        others.contains("None of them is yours") && !others.contains("close_session"),
-        "{others}"
     );
 }

@@ -116,7 +116,7 @@ async fn only_so_many_sandboxes_begin_per_minute() {
         max_output_chars: 100,
     };
     let explored = async || {
-        let news = News::new(String::new());
+        let news = ProgressChannel::new(String::new());
         setting
             .sessions
             .explore(

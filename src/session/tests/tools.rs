@@ -458,7 +458,7 @@ async fn what_a_call_tells_is_news_of_the_cell() {
     broker.go.add_permits(1);
     assert!(matches!(
         cell.await.unwrap().unwrap(),
-        Executed::Finished(_)
+        ExecutionReport::Finished { .. }
     ));
 }
 
@@ -468,7 +468,7 @@ async fn the_number_of_a_question_is_used_once() {
     let wait = r#"ask-on {"what": "call_tool", "server": "notes", "tool": "wait", "ask": 7}"#;
     let outcome = setting.ok("a", &format!("{wait}\n{wait}\nsleep 9")).await;
     assert!(
-        matches!(outcome.status, Status::Nonsense { .. }),
+        matches!(outcome.status, Status::ProtocolError { .. }),
         "{:?}",
         outcome.status
     );
@@ -587,7 +587,10 @@ async fn a_session_in_whose_folder_nothing_can_be_written_says_so_once() {
     broker.offer("local", &[("notes", "Says it.")]);
     let outcome = setting.ok("a", "sleep 0.01").await;
     assert!(
-        outcome.notes.iter().any(|note| note.contains("no room")),
+        outcome
+            .notes
+            .iter()
+            .any(|note| note.text.contains("no room")),
         "{:?}",
         outcome.notes
     );

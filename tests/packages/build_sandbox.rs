@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use cellblock::packages::{InstallError, Workshop, Workshops};
+use cellblock::packages::{BuildSandbox, BuildSandboxes, PackageError};
 use tokio::process::Command;
 
 /// Makes folders with processes in them, and keeps the folders until it is dropped, so that a test
@@ -17,7 +17,7 @@ pub(crate) struct Plain {
     folders: Arc<Mutex<Vec<Arc<tempfile::TempDir>>>>,
 }
 
-struct PlainWorkshop {
+struct PlainBuildSandbox {
     uv: PathBuf,
     python: PathBuf,
     folder: Arc<tempfile::TempDir>,
@@ -49,11 +49,11 @@ impl Plain {
 }
 
 #[async_trait]
-impl Workshops for Plain {
-    async fn open(&self, _: &[String]) -> Result<Box<dyn Workshop>, InstallError> {
+impl BuildSandboxes for Plain {
+    async fn open(&self, _: &[String]) -> Result<Box<dyn BuildSandbox>, PackageError> {
         let folder = Arc::new(tempfile::tempdir().unwrap());
         self.folders.lock().unwrap().push(Arc::clone(&folder));
-        Ok(Box::new(PlainWorkshop {
+        Ok(Box::new(PlainBuildSandbox {
             uv: self.uv.clone(),
             python: self.python.clone(),
             folder,
@@ -62,16 +62,16 @@ impl Workshops for Plain {
 }
 
 #[async_trait]
-impl Workshop for PlainWorkshop {
+impl BuildSandbox for PlainBuildSandbox {
     fn uv(&self) -> String {
         self.uv.display().to_string()
     }
 
-    async fn put(&mut self, name: &str, content: Vec<u8>) -> Result<(), InstallError> {
+    async fn put(&mut self, name: &str, content: Vec<u8>) -> Result<(), PackageError> {
         std::fs::write(self.folder.path().join(name), content).map_err(broken)
     }
 
-    async fn run(&mut self, code: &str, time: Duration) -> Result<String, InstallError> {
+    async fn run(&mut self, code: &str, time: Duration) -> Result<String, PackageError> {
         std::fs::write(self.folder.path().join("cell.py"), code).map_err(broken)?;
         let running = Command::new(&self.python)
             .args(["-I", "cell.py"])
@@ -82,22 +82,22 @@ impl Workshop for PlainWorkshop {
             .output();
         let done = tokio::time::timeout(time, running)
             .await
-            .map_err(|_| InstallError::TimedOut { time })?;
+            .map_err(|_| PackageError::TimedOut { time })?;
         let done = done.map_err(broken)?;
         Ok(String::from_utf8_lossy(&[done.stdout, done.stderr].concat()).into_owned())
     }
 
-    async fn take(&mut self, name: &str, limit: u64) -> Result<File, InstallError> {
+    async fn take(&mut self, name: &str, limit: u64) -> Result<File, PackageError> {
         let file = File::open(self.folder.path().join(name)).map_err(broken)?;
         if file.metadata().map_err(broken)?.len() > limit {
-            return Err(InstallError::TooLarge { limit });
+            return Err(PackageError::TooLarge { limit });
         }
         Ok(file)
     }
 }
 
-fn broken(error: std::io::Error) -> InstallError {
-    InstallError::Workshop {
+fn broken(error: std::io::Error) -> PackageError {
+    PackageError::BuildSandbox {
         why: error.to_string(),
     }
 }

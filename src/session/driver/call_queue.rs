@@ -1,4 +1,4 @@
-//! Host calls (`questions`) of the running cell: accepted, handled concurrently, answered exactly
+//! Queue of the host calls of the running cell: accepted, handled concurrently, answered exactly
 //! once.
 //!
 //! Each call that needs work has its own task, which ends with the cell. Answers are sent one after
@@ -11,7 +11,7 @@ use cellblock_json::Excess;
 use tokio::task::{AbortHandle, JoinSet};
 use tracing::debug;
 
-use super::approvals::Wanted;
+use super::approvals::PendingAction;
 use super::host_calls::{Caller, HostCalls};
 use crate::approval::{Fingerprint, Subject};
 use crate::runner_client::{HostCall, HostCallAnswer, Request};
@@ -33,15 +33,15 @@ const MOST_UNREAD: usize = 2 * MOST_CALLS_OF_A_CELL as usize;
 
 /// Host calls of the running code.
 #[derive(Default)]
-pub(super) struct Questions {
-    tasks: JoinSet<Answered>,
+pub(super) struct CallQueue {
+    tasks: JoinSet<CallAnswer>,
     /// Calls in progress, by their number.
     open: HashMap<u64, Open>,
     /// Queued calls, the oldest first.
     waiting: VecDeque<Waiting>,
     waiting_bytes: usize,
     /// Answers that needed no work.
-    ready: VecDeque<Answered>,
+    ready: VecDeque<CallAnswer>,
     /// Number of tool calls that the cell has made.
     asked: u64,
     calls: ToolCalls,
@@ -62,7 +62,7 @@ struct Waiting {
 }
 
 /// The answer to a host call.
-pub(super) struct Answered {
+pub(super) struct CallAnswer {
     ask: u64,
     request: Request,
     /// Package folders that the session has from now on.
@@ -71,9 +71,9 @@ pub(super) struct Answered {
     ended: Option<CallEnd>,
 }
 
-impl Questions {
+impl CallQueue {
     /// Waits for the next answer. Pending forever if there are no calls.
-    pub(super) async fn next(&mut self) -> Answered {
+    pub(super) async fn next(&mut self) -> CallAnswer {
         if let Some(answered) = self.ready.pop_front() {
             return answered;
         }
@@ -88,7 +88,7 @@ impl Questions {
                         .iter()
                         .find(|(_, open)| open.task.id() == error.id());
                     if let Some((&ask, _)) = broken {
-                        return Answered::failed(ask);
+                        return CallAnswer::failed(ask);
                     }
                 }
             }
@@ -149,7 +149,7 @@ impl Questions {
         &mut self,
         ask: u64,
         call: Option<Begun>,
-        work: impl Future<Output = Answered> + Send + 'static,
+        work: impl Future<Output = CallAnswer> + Send + 'static,
     ) {
         let task = self.tasks.spawn(work);
         self.open.insert(
@@ -175,7 +175,7 @@ impl Questions {
     ) {
         let task = self
             .tasks
-            .spawn(async move { Answered::plain(ask, work.await) });
+            .spawn(async move { CallAnswer::plain(ask, work.await) });
         self.open.insert(
             ask,
             Open {
@@ -188,12 +188,12 @@ impl Questions {
 
     /// Answers without any work.
     pub(super) fn answer_at_once(&mut self, ask: u64, answer: HostCallAnswer) {
-        self.ready.push_back(Answered::plain(ask, answer));
+        self.ready.push_back(CallAnswer::plain(ask, answer));
     }
 
     /// Records the answer to a call. Returns the frame to send, and package folders that the
     /// session has from now on.
-    pub(super) fn close(&mut self, answered: Answered) -> (Request, Vec<String>) {
+    pub(super) fn close(&mut self, answered: CallAnswer) -> (Request, Vec<String>) {
         let open = self.open.remove(&answered.ask);
         if let (Some(Open { call, .. }), Some(ended)) = (open, answered.ended) {
             self.note(call, ended);
@@ -221,9 +221,9 @@ impl Questions {
     }
 }
 
-impl Answered {
-    fn plain(ask: u64, answer: HostCallAnswer) -> Answered {
-        Answered {
+impl CallAnswer {
+    fn plain(ask: u64, answer: HostCallAnswer) -> CallAnswer {
+        CallAnswer {
             ask,
             request: answer.to(ask),
             packages: Vec::new(),
@@ -232,7 +232,7 @@ impl Answered {
     }
 
     /// Builds the answer with the result of a tool, if that fits into a frame.
-    fn of_call(ask: u64, result: Result<ToolReply, ToolRefused>) -> Answered {
+    fn of_call(ask: u64, result: Result<ToolReply, ToolRefused>) -> CallAnswer {
         let ended = CallEnd::of(&result);
         let ToolReply {
             content,
@@ -240,38 +240,38 @@ impl Answered {
             is_error,
         } = match result {
             Ok(reply) => reply,
-            Err(refused) => return Answered::not_called(ask, refused),
+            Err(refused) => return CallAnswer::not_called(ask, refused),
         };
         let result = HostCallAnswer::ToolResult {
             content,
             structured,
             is_error,
         };
-        let answered = Answered {
+        let answered = CallAnswer {
             ended: Some(ended),
-            ..Answered::plain(ask, result)
+            ..CallAnswer::plain(ask, result)
         };
         if answered.request.fits_a_frame() {
             return answered;
         }
         let why = "the result of the tool is larger than a session can be sent";
-        Answered::not_called(ask, ToolRefused::new(ToolReason::TooLarge, why))
+        CallAnswer::not_called(ask, ToolRefused::new(ToolReason::TooLarge, why))
     }
 
-    fn not_called(ask: u64, refused: ToolRefused) -> Answered {
-        Answered {
+    fn not_called(ask: u64, refused: ToolRefused) -> CallAnswer {
+        CallAnswer {
             ended: Some(CallEnd::Refused(refused.reason)),
-            ..Answered::plain(ask, not_called(refused))
+            ..CallAnswer::plain(ask, not_called(refused))
         }
     }
 
     /// Builds the answer to a call whose task failed unexpectedly.
-    fn failed(ask: u64) -> Answered {
+    fn failed(ask: u64) -> CallAnswer {
         let refused = ToolRefused::new(
             ToolReason::Other,
             "the server failed to do this; its log says more",
         );
-        Answered::not_called(ask, refused)
+        CallAnswer::not_called(ask, refused)
     }
 }
 
@@ -284,10 +284,10 @@ impl HostCalls {
         question: HostCall,
         caller: &mut Caller<'_>,
     ) -> Result<(), String> {
-        if self.questions.knows(ask) || self.pending.knows(ask) {
+        if self.call_queue.knows(ask) || self.pending.knows(ask) {
             return Err("a question was asked under the number of another".to_owned());
         }
-        if self.questions.ready.len() >= MOST_UNREAD {
+        if self.call_queue.ready.len() >= MOST_UNREAD {
             return Err("the answers to too many questions were not read".to_owned());
         }
         match question {
@@ -295,10 +295,10 @@ impl HostCalls {
                 requirements,
                 upgrade,
             } => match install::check_bounds(&requirements) {
-                Err(error) => self.refuse_question(ask, &error.to_string()),
+                Err(error) => self.refuse_host_call(ask, &error.to_string()),
                 Ok(()) => self.consider(
                     Subject::Install { requirements },
-                    Wanted::Install { ask, upgrade },
+                    PendingAction::Install { ask, upgrade },
                     caller,
                 ),
             },
@@ -323,24 +323,24 @@ impl HostCalls {
             HostCall::Shell(command) => self.asked_to_run(ask, *command, caller),
             HostCall::Withdraw { of } => {
                 if !self.withdraw_pending(of, caller) {
-                    self.questions.withdraw(of);
+                    self.call_queue.withdraw(of);
                 }
-                self.questions
+                self.call_queue
                     .answer_at_once(ask, HostCallAnswer::Withdrawn {});
                 self.start_waiting_calls(caller);
             }
-            HostCall::TooMuch(Excess::Depth(_)) => self.refuse_question(
+            HostCall::TooMuch(Excess::Depth(_)) => self.refuse_host_call(
                 ask,
                 "the arguments are nested more than 100 levels deep; send a flatter value, or JSON \
                  in a text",
             ),
-            HostCall::TooMuch(Excess::Memory(_)) => self.refuse_question(
+            HostCall::TooMuch(Excess::Memory(_)) => self.refuse_host_call(
                 ask,
                 "the arguments hold more values than a call may have; send fewer at a time, or \
                  JSON in a text",
             ),
             HostCall::Unknown => {
-                self.refuse_question(ask, "this server does not know that question")
+                self.refuse_host_call(ask, "this server does not know that question")
             }
         }
         Ok(())
@@ -348,11 +348,11 @@ impl HostCalls {
 
     pub(super) fn install_packages(&mut self, ask: u64, requirements: Vec<String>, upgrade: bool) {
         let Some(installer) = self.packages.0.clone() else {
-            return self.refuse_question(ask, "packages cannot be installed on this server");
+            return self.refuse_host_call(ask, "packages cannot be installed on this server");
         };
-        if self.questions.installations() >= MOST_INSTALLATIONS {
+        if self.call_queue.installations() >= MOST_INSTALLATIONS {
             return self
-                .refuse_question(ask, "too many installations are under way in this session");
+                .refuse_host_call(ask, "too many installations are under way in this session");
         }
         debug!(session = self.id.as_str(), "code asks for packages");
         let request = InstallRequest {
@@ -360,34 +360,34 @@ impl HostCalls {
             upgrade,
             has: self.shared.facts().packages.clone(),
         };
-        self.questions.work(ask, None, async move {
+        self.call_queue.work(ask, None, async move {
             match installer.install(request, &|_| ()).await {
                 Ok(Installed { paths, text }) => {
                     let answer = HostCallAnswer::Installed {
                         text,
                         paths: paths.clone(),
                     };
-                    Answered {
+                    CallAnswer {
                         packages: paths,
-                        ..Answered::plain(ask, answer)
+                        ..CallAnswer::plain(ask, answer)
                     }
                 }
-                Err(error) => Answered::plain(ask, not_installed(&error)),
+                Err(error) => CallAnswer::plain(ask, not_installed(&error)),
             }
         });
     }
 
     fn asked_to_call(&mut self, ask: u64, call: ToolCall, size: usize, caller: &mut Caller<'_>) {
-        let questions = &mut self.questions;
-        questions.asked += 1;
-        if questions.asked > MOST_CALLS_OF_A_CELL {
+        let call_queue = &mut self.call_queue;
+        call_queue.asked += 1;
+        if call_queue.asked > MOST_CALLS_OF_A_CELL {
             let why = format!(
                 "this cell has made {MOST_CALLS_OF_A_CELL} calls, which is all that one cell may \
                  make"
             );
             return self.refuse_call(ask, &call, ToolRefused::new(ToolReason::Budget, why));
         }
-        if questions.waiting_bytes + size > MOST_WAITING_BYTES {
+        if call_queue.waiting_bytes + size > MOST_WAITING_BYTES {
             let why = "too many large calls wait at the same time; await some of them before you \
                        start others";
             return self.refuse_call(ask, &call, ToolRefused::new(ToolReason::Budget, why));
@@ -411,7 +411,7 @@ impl HostCalls {
                 arguments,
                 fingerprint,
             },
-            Wanted::Call { ask, size },
+            PendingAction::Call { ask, size },
             caller,
         );
     }
@@ -459,19 +459,19 @@ impl HostCalls {
         size: usize,
         caller: &Caller<'_>,
     ) {
-        self.questions
+        self.call_queue
             .waiting
             .push_back(Waiting { ask, call, size });
-        self.questions.waiting_bytes += size;
+        self.call_queue.waiting_bytes += size;
         self.start_waiting_calls(caller);
     }
 
     /// Starts queued calls up to the limit.
     pub(super) fn start_waiting_calls(&mut self, caller: &Caller<'_>) {
-        while self.questions.calls_under_way() < MOST_CALLS
-            && let Some(Waiting { ask, call, size }) = self.questions.waiting.pop_front()
+        while self.call_queue.calls_under_way() < MOST_CALLS
+            && let Some(Waiting { ask, call, size }) = self.call_queue.waiting.pop_front()
         {
-            self.questions.waiting_bytes -= size;
+            self.call_queue.waiting_bytes -= size;
             self.call_tool(ask, call, caller);
         }
     }
@@ -483,24 +483,24 @@ impl HostCalls {
         };
         let Some(cell) = caller.cell() else { return };
         debug!(session = self.id.as_str(), "code calls a tool");
-        let (session, crier) = (self.id.clone(), cell.teller.crier());
+        let (session, progress) = (self.id.clone(), cell.reporter.progress_sender());
         let begun = Begun::now(&call);
-        self.questions.work(ask, Some(begun), async move {
+        self.call_queue.work(ask, Some(begun), async move {
             let result = broker
-                .call(&owner, &session, call, &|news| crier.say(news))
+                .call(&owner, &session, call, &|message| progress.send(message))
                 .await;
-            Answered::of_call(ask, result)
+            CallAnswer::of_call(ask, result)
         });
     }
 
     pub(super) fn refuse_call(&mut self, ask: u64, call: &ToolCall, refused: ToolRefused) {
-        self.questions.note_at_once(call, refused.reason);
-        self.questions.answer_at_once(ask, not_called(refused));
+        self.call_queue.note_at_once(call, refused.reason);
+        self.call_queue.answer_at_once(ask, not_called(refused));
     }
 
-    pub(super) fn refuse_question(&mut self, ask: u64, why: &str) {
+    pub(super) fn refuse_host_call(&mut self, ask: u64, why: &str) {
         let refused = InstallError::Refused(why.to_owned());
-        self.questions.answer_at_once(ask, not_installed(&refused));
+        self.call_queue.answer_at_once(ask, not_installed(&refused));
     }
 }
 

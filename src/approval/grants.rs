@@ -5,14 +5,14 @@ use std::collections::BTreeSet;
 use serde::{Deserialize, Serialize};
 
 use super::shown::visible;
-use super::{Fingerprint, Rule, Subject};
+use super::{Fingerprint, PolicyRule, Subject};
 
 /// Limit of grants per session. Beyond it, the person is asked again.
 const MOST_HELD: usize = 1000;
 
 /// What a grant beyond a single use covers.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-pub enum Scope {
+pub enum PermissionScope {
     /// Every call of this tool, whatever its arguments, as long as the tool is unchanged.
     Tool {
         server: String,
@@ -27,9 +27,9 @@ pub enum Scope {
     Domain { name: String, port: u16 },
 }
 
-impl Scope {
+impl PermissionScope {
     /// Returns the grants that a subject needs; if there are several, all of them are needed.
-    pub fn of(subject: &Subject) -> Vec<Scope> {
+    pub fn of(subject: &Subject) -> Vec<PermissionScope> {
         match subject {
             Subject::Tool {
                 server,
@@ -39,26 +39,26 @@ impl Scope {
             } => {
                 let (server, tool, fingerprint) =
                     (server.clone(), tool.clone(), fingerprint.clone());
-                vec![Scope::Tool {
+                vec![PermissionScope::Tool {
                     server,
                     tool,
                     fingerprint,
                 }]
             }
             Subject::Shell { command, kind } => {
-                vec![Scope::Command {
+                vec![PermissionScope::Command {
                     command: command.clone(),
                     kind: kind.clone(),
                 }]
             }
             Subject::Install { requirements } => requirements
                 .iter()
-                .map(|requirement| Scope::Package {
+                .map(|requirement| PermissionScope::Package {
                     name: package_of(requirement),
                 })
                 .collect(),
             Subject::Domain { name, port } => {
-                vec![Scope::Domain {
+                vec![PermissionScope::Domain {
                     name: name.to_ascii_lowercase(),
                     port: *port,
                 }]
@@ -95,18 +95,18 @@ impl Scope {
     }
 
     /// Returns the equivalent rule.
-    pub(super) fn rule(&self) -> Rule {
-        Rule::exactly(super::Effect::Allow, self)
+    pub(super) fn rule(&self) -> PolicyRule {
+        PolicyRule::exactly(super::Effect::Allow, self)
     }
 }
 
 /// Grants of one session.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Memory(BTreeSet<Scope>);
+pub struct SessionGrants(BTreeSet<PermissionScope>);
 
-impl Memory {
+impl SessionGrants {
     pub fn allow(&mut self, subject: &Subject) {
-        for scope in Scope::of(subject) {
+        for scope in PermissionScope::of(subject) {
             if self.0.len() < MOST_HELD {
                 self.0.insert(scope);
             }
@@ -115,12 +115,12 @@ impl Memory {
 
     /// Returns whether everything about a subject is granted.
     pub fn covers(&self, subject: &Subject) -> bool {
-        let needed = Scope::of(subject);
+        let needed = PermissionScope::of(subject);
         !needed.is_empty() && needed.iter().all(|scope| self.0.contains(scope))
     }
 
     /// Takes over the grants of another session.
-    pub fn inherit(&mut self, other: &Memory) {
+    pub fn inherit(&mut self, other: &SessionGrants) {
         let room = MOST_HELD.saturating_sub(self.0.len());
         self.0.extend(other.0.iter().take(room).cloned());
     }
@@ -128,8 +128,9 @@ impl Memory {
     /// Drops the grants for the tools of a server, because the name may now belong to another
     /// server.
     pub fn forget_server(&mut self, name: &str) {
-        self.0
-            .retain(|scope| !matches!(scope, Scope::Tool { server, .. } if server == name));
+        self.0.retain(
+            |scope| !matches!(scope, PermissionScope::Tool { server, .. } if server == name),
+        );
     }
 }
 
@@ -222,7 +223,7 @@ mod tests {
 
     #[test]
     fn a_permission_covers_the_tool_the_exact_command_the_name_and_the_port() {
-        let mut memory = Memory::default();
+        let mut memory = SessionGrants::default();
         let domain = |port| Subject::Domain {
             name: "A.com".to_owned(),
             port,
@@ -255,13 +256,13 @@ mod tests {
 
     #[test]
     fn nothing_is_covered_by_an_empty_question() {
-        assert!(!Memory::default().covers(&install(&[])));
+        assert!(!SessionGrants::default().covers(&install(&[])));
     }
 
     #[test]
     fn a_tool_that_is_another_one_is_asked_about_again() {
         let made = |text: &str| call_of("t", json!({}), Some(Fingerprint::of(&[text.as_bytes()])));
-        let mut memory = Memory::default();
+        let mut memory = SessionGrants::default();
         memory.allow(&made("one"));
         assert!(memory.covers(&made("one"))); // Control.
         assert!(!memory.covers(&made("other")) && !memory.covers(&call("t", json!({}))));
@@ -269,7 +270,7 @@ mod tests {
 
     #[test]
     fn another_server_of_the_same_name_is_asked_about_again() {
-        let mut memory = Memory::default();
+        let mut memory = SessionGrants::default();
         memory.allow(&call("t", json!({})));
         memory.allow(&shell("ls"));
         memory.forget_server("other");
@@ -280,10 +281,10 @@ mod tests {
 
     #[test]
     fn a_session_holds_so_many_permissions_and_its_forks_have_the_same() {
-        let mut memory = Memory::default();
+        let mut memory = SessionGrants::default();
         (0..=MOST_HELD).for_each(|number| memory.allow(&shell(&number.to_string())));
         assert!(memory.covers(&shell("0")) && !memory.covers(&shell(&MOST_HELD.to_string())));
-        let mut fork = Memory::default();
+        let mut fork = SessionGrants::default();
         fork.inherit(&memory);
         assert_eq!(fork, memory);
     }
@@ -298,9 +299,13 @@ mod tests {
                 port: 1,
             },
         ] {
-            let rule = Scope::of(&subject)[0].rule();
+            let rule = PermissionScope::of(&subject)[0].rule();
             assert!(rule.fits(&subject), "{rule}");
         }
-        assert!(!Scope::of(&shell("rm *"))[0].rule().fits(&shell("rm -rf /")));
+        assert!(
+            !PermissionScope::of(&shell("rm *"))[0]
+                .rule()
+                .fits(&shell("rm -rf /"))
+        );
     }
 }

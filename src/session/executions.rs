@@ -1,10 +1,10 @@
-//! The execution registry (`docket`) of a session: queued and running executions, and results that
+//! The execution registry of a session: queued and running executions, and results that
 //! can still be collected.
 //!
-//! Every execution is registered before it is submitted. The driver holds its `Teller` and reports
-//! its start, its output and its result; callers follow these reports. A call can therefore
-//! disconnect, and another one finds the execution by its handle, or as the session's first
-//! execution whose result was not collected.
+//! Every execution is registered before it is submitted. The driver holds its `ExecutionReporter`
+//! and reports its start, its output and its result; callers follow these reports. A call can
+//! therefore disconnect, and another one finds the execution by its handle, or as the session's
+//! first execution whose result was not collected.
 //!
 //! The registry is bounded. The queue limits the number of executions in progress. Uncollected
 //! results are limited in number and in bytes. Of the collected results only the last one is kept,
@@ -20,7 +20,8 @@ use super::history::first_line;
 use super::output::bounded_text;
 use super::state::RequestId;
 use super::{
-    Asked, ExecutionHandle, ExecutionId, Others, Outcome, Part, Refused, Status, Uncollected,
+    ApprovalRequest, ExecutionHandle, ExecutionId, Others, Outcome, Part, Refused, Status,
+    Uncollected,
 };
 
 /// Results kept for collection.
@@ -29,14 +30,14 @@ const MOST_UNCOLLECTED: usize = 16;
 const MOST_KEPT_BYTES: usize = 32 * 1024 * 1024;
 
 /// Limit in characters for a progress message.
-const LONGEST_NEWS: usize = 200;
+const LONGEST_PROGRESS: usize = 200;
 
 /// Result of an execution: an outcome, or a refusal if it did not run.
-pub(super) type Ending = Result<Outcome, Refused>;
+pub(super) type ExecutionResult = Result<Outcome, Refused>;
 
 /// Progress of an execution.
 #[derive(Debug, Clone)]
-pub(super) enum Stage {
+pub(super) enum ExecutionStage {
     Waiting {
         /// Executions of the same session that are ahead of it in the queue.
         ahead: usize,
@@ -46,7 +47,7 @@ pub(super) enum Stage {
     Running {
         since: Instant,
     },
-    Ended(Arc<Ending>),
+    Ended(Arc<ExecutionResult>),
 }
 
 /// One run of code, as seen by its followers.
@@ -57,16 +58,16 @@ pub(super) struct Execution {
     pub(super) entered: Instant,
     /// The first line of its code.
     pub(super) first_line: String,
-    stage: watch::Sender<Stage>,
+    stage: watch::Sender<ExecutionStage>,
     /// The latest line that it printed.
     line: watch::Sender<String>,
     /// Pending approval requests that must be decided before it continues.
-    asks: watch::Sender<Vec<Asked>>,
+    approvals: watch::Sender<Vec<ApprovalRequest>>,
 }
 
 impl Execution {
     /// Returns a watch on its progress.
-    pub(super) fn follow(&self) -> watch::Receiver<Stage> {
+    pub(super) fn follow(&self) -> watch::Receiver<ExecutionStage> {
         self.stage.subscribe()
     }
 
@@ -76,29 +77,29 @@ impl Execution {
     }
 
     /// Returns a watch on its pending approval requests.
-    pub(super) fn questions(&self) -> watch::Receiver<Vec<Asked>> {
-        self.asks.subscribe()
+    pub(super) fn approvals(&self) -> watch::Receiver<Vec<ApprovalRequest>> {
+        self.approvals.subscribe()
     }
 
     /// Waits for its result.
-    pub(super) async fn ended(&self) -> Arc<Ending> {
+    pub(super) async fn ended(&self) -> Arc<ExecutionResult> {
         let mut stage = self.follow();
         let ended = stage
-            .wait_for(|stage| matches!(stage, Stage::Ended(_)))
+            .wait_for(|stage| matches!(stage, ExecutionStage::Ended(_)))
             .await;
         match ended.as_deref() {
-            Ok(Stage::Ended(ending)) => ending.clone(),
+            Ok(ExecutionStage::Ended(ending)) => ending.clone(),
             // Unreachable: the caller's own reference keeps the sender alive.
             _ => Arc::new(Err(Refused::ClosedWhileWaiting)),
         }
     }
 
     /// Returns its progress, including its start time or its result.
-    pub(super) fn stage(&self) -> Stage {
+    pub(super) fn stage(&self) -> ExecutionStage {
         self.stage.borrow().clone()
     }
 
-    fn tell(&self, latest: String) {
+    fn set_line(&self, latest: String) {
         self.line.send_if_modified(|line| {
             let is_new = *line != latest;
             *line = latest;
@@ -114,7 +115,7 @@ impl Execution {
             return None;
         }
         let stage = self.stage.borrow();
-        let Stage::Ended(ending) = &*stage else {
+        let ExecutionStage::Ended(ending) = &*stage else {
             return None;
         };
         let (execution, first_line) = (ExecutionId(self.request), self.first_line.clone());
@@ -126,12 +127,12 @@ impl Execution {
     }
 
     fn is_over(&self) -> bool {
-        matches!(*self.stage.borrow(), Stage::Ended(_))
+        matches!(*self.stage.borrow(), ExecutionStage::Ended(_))
     }
 
     fn weight(&self) -> usize {
         match &*self.stage.borrow() {
-            Stage::Ended(ending) => ending.as_ref().as_ref().map_or(0, weight),
+            ExecutionStage::Ended(ending) => ending.as_ref().as_ref().map_or(0, weight),
             _ => 0,
         }
     }
@@ -139,7 +140,7 @@ impl Execution {
 
 /// The executions of one session.
 #[derive(Debug, Default)]
-pub(super) struct Docket {
+pub(super) struct ExecutionRegistry {
     lists: Mutex<Lists>,
 }
 
@@ -156,18 +157,18 @@ struct Lists {
 /// Answer to a request for the result of an execution.
 #[derive(Debug)]
 pub(super) struct Collected {
-    pub(super) ending: Ending,
+    pub(super) ending: ExecutionResult,
     /// The result was collected before.
     pub(super) again: bool,
 }
 
-impl Docket {
-    /// Registers an execution. Its `Teller` goes to the driver.
-    pub(super) fn enter(
-        self: &Arc<Docket>,
+impl ExecutionRegistry {
+    /// Registers an execution. Its `ExecutionReporter` goes to the driver.
+    pub(super) fn register(
+        self: &Arc<ExecutionRegistry>,
         request: RequestId,
         first_line: String,
-    ) -> (Arc<Execution>, Teller) {
+    ) -> (Arc<Execution>, ExecutionReporter) {
         let mut lists = self.lists();
         let ahead = lists
             .open
@@ -179,16 +180,16 @@ impl Docket {
             request,
             entered: Instant::now(),
             first_line,
-            stage: watch::Sender::new(Stage::Waiting { ahead, held: false }),
+            stage: watch::Sender::new(ExecutionStage::Waiting { ahead, held: false }),
             line: watch::Sender::new(String::new()),
-            asks: watch::Sender::default(),
+            approvals: watch::Sender::default(),
         });
         lists.open.push_back(execution.clone());
         drop(lists);
         (
             execution.clone(),
-            Teller {
-                docket: self.clone(),
+            ExecutionReporter {
+                registry: self.clone(),
                 execution,
             },
         )
@@ -208,7 +209,7 @@ impl Docket {
     }
 
     /// Returns the first execution in progress.
-    pub(super) fn first_under_way(&self) -> Option<Arc<Execution>> {
+    pub(super) fn first_in_progress(&self) -> Option<Arc<Execution>> {
         self.lists()
             .open
             .iter()
@@ -233,7 +234,11 @@ impl Docket {
 
     /// Hands out the result of an execution, together with a summary of the other executions and
     /// the number of discarded results.
-    pub(super) fn collect(&self, execution: &Arc<Execution>, ending: &Ending) -> Collected {
+    pub(super) fn collect(
+        &self,
+        execution: &Arc<Execution>,
+        ending: &ExecutionResult,
+    ) -> Collected {
         let mut lists = self.lists();
         let place = lists
             .open
@@ -278,7 +283,7 @@ impl Docket {
         let mut ahead = 0;
         for execution in &lists.open {
             execution.stage.send_if_modified(|stage| match stage {
-                Stage::Waiting { ahead: known, .. } if *known != ahead => {
+                ExecutionStage::Waiting { ahead: known, .. } if *known != ahead => {
                     *known = ahead;
                     true
                 }
@@ -292,7 +297,7 @@ impl Docket {
     fn lists(&self) -> MutexGuard<'_, Lists> {
         self.lists
             .lock()
-            .expect("nothing panics while it holds the docket")
+            .expect("nothing panics while it holds the registry")
     }
 }
 
@@ -336,43 +341,45 @@ impl Lists {
 
 /// The driver's handle of an execution. If it is dropped without a result, it reports that the
 /// session is gone.
-pub(super) struct Teller {
-    docket: Arc<Docket>,
+pub(super) struct ExecutionReporter {
+    registry: Arc<ExecutionRegistry>,
     execution: Arc<Execution>,
 }
 
-impl Teller {
+impl ExecutionReporter {
     /// Reports that it waits for a server-wide run permit.
     pub(super) fn hold(&self) {
         self.execution.stage.send_if_modified(|stage| match stage {
-            Stage::Waiting { held, .. } => !std::mem::replace(held, true),
+            ExecutionStage::Waiting { held, .. } => !std::mem::replace(held, true),
             _ => false,
         });
     }
 
     /// Reports that the code starts.
     pub(super) fn begin(&self, since: Instant) {
-        self.execution.stage.send_replace(Stage::Running { since });
+        self.execution
+            .stage
+            .send_replace(ExecutionStage::Running { since });
     }
 
     /// Returns a progress sender for the execution.
-    pub(super) fn crier(&self) -> Crier {
-        Crier(self.execution.clone())
+    pub(super) fn progress_sender(&self) -> ProgressSender {
+        ProgressSender(self.execution.clone())
     }
 
     /// Returns whether there are followers, so that finding the latest line is worthwhile.
-    pub(super) fn is_heard(&self) -> bool {
+    pub(super) fn has_followers(&self) -> bool {
         self.execution.line.receiver_count() > 0
     }
 
     /// Reports the latest line that was printed.
     pub(super) fn print(&self, latest: String) {
-        self.execution.tell(latest);
+        self.execution.set_line(latest);
     }
 
     /// Reports the approval requests that are pending now.
-    pub(super) fn ask(&self, asks: Vec<Asked>) {
-        self.execution.asks.send_if_modified(|known| {
+    pub(super) fn ask(&self, asks: Vec<ApprovalRequest>) {
+        self.execution.approvals.send_if_modified(|known| {
             let is_new = *known != asks;
             *known = asks;
             is_new
@@ -380,45 +387,45 @@ impl Teller {
     }
 
     /// Reports the result. Only the first result counts.
-    pub(super) fn end(self, ending: Ending) {
+    pub(super) fn end(self, ending: ExecutionResult) {
         self.settle(ending);
     }
 
-    fn settle(&self, ending: Ending) {
+    fn settle(&self, ending: ExecutionResult) {
         self.ask(Vec::new());
         let first = self.execution.stage.send_if_modified(|stage| {
-            let first = !matches!(stage, Stage::Ended(_));
+            let first = !matches!(stage, ExecutionStage::Ended(_));
             if first {
-                *stage = Stage::Ended(Arc::new(ending));
+                *stage = ExecutionStage::Ended(Arc::new(ending));
             }
             first
         });
         if first {
-            self.docket.ended();
+            self.registry.ended();
         }
     }
 }
 
 /// Sends progress messages to the followers of an execution.
-pub(super) struct Crier(Arc<Execution>);
+pub(super) struct ProgressSender(Arc<Execution>);
 
-impl Crier {
-    pub(super) fn say(&self, news: String) {
-        self.0.tell(bounded_text(
-            &news.replace(char::is_control, " "),
-            LONGEST_NEWS,
+impl ProgressSender {
+    pub(super) fn send(&self, message: String) {
+        self.0.set_line(bounded_text(
+            &message.replace(char::is_control, " "),
+            LONGEST_PROGRESS,
         ));
     }
 }
 
-impl Drop for Teller {
+impl Drop for ExecutionReporter {
     fn drop(&mut self) {
         self.settle(Err(Refused::ClosedWhileWaiting));
     }
 }
 
 /// Summarizes why a result is not a success; `None` if it is one.
-fn failure(ending: &Ending) -> Option<String> {
+fn failure(ending: &ExecutionResult) -> Option<String> {
     let words = match ending {
         Ok(Outcome {
             status: Status::Completed,
@@ -447,5 +454,10 @@ fn weight(outcome: &Outcome) -> usize {
         Part::Image(image) => image.bytes.len(),
         Part::Cut { .. } => 0,
     });
-    parts.sum::<usize>() + outcome.notes.iter().map(String::len).sum::<usize>()
+    parts.sum::<usize>()
+        + outcome
+            .notes
+            .iter()
+            .map(|note| note.text.len())
+            .sum::<usize>()
 }

@@ -1,4 +1,4 @@
-//! The approval store (`Book`): permanent grants, in a file owned by the operator.
+//! The approval store (`ApprovalStore`): permanent grants, in a file owned by the operator.
 //!
 //! One line per grant, with the name of the owner who gave it; it applies to that owner only. The
 //! operator may read and remove lines while the server does not run:
@@ -24,7 +24,7 @@ use serde_json::Value;
 use tracing::warn;
 
 use super::shown::quoted;
-use super::{BadRule, Effect, Fingerprint, Rule, Scope, Subject};
+use super::{BadRule, Effect, Fingerprint, PermissionScope, PolicyRule, Subject};
 
 /// Limit of stored grants; beyond it, an owner who answers "always" is asked again in the next
 /// session.
@@ -35,7 +35,7 @@ const LARGEST: u64 = 16 << 20;
 
 /// Permanent grants.
 #[derive(Debug, Default)]
-pub struct Book {
+pub struct ApprovalStore {
     /// `None` when the operator wants nothing stored.
     path: Option<PathBuf>,
     entries: Mutex<Vec<Entry>>,
@@ -44,7 +44,7 @@ pub struct Book {
 #[derive(Debug, Clone, PartialEq)]
 struct Entry {
     owner: String,
-    rule: Rule,
+    rule: PolicyRule,
     /// The identity of the tool, if the grant is for one.
     fingerprint: Option<Fingerprint>,
 }
@@ -55,20 +55,22 @@ impl Entry {
         !self.rule.is_about_tools() || self.fingerprint.is_some()
     }
 
-    fn allows(&self, scope: &Scope, subject: &Subject) -> bool {
+    fn allows(&self, scope: &PermissionScope, subject: &Subject) -> bool {
         match scope {
-            Scope::Tool { fingerprint, .. } => {
+            PermissionScope::Tool { fingerprint, .. } => {
                 *fingerprint == self.fingerprint && self.rule.fits(subject)
             }
-            Scope::Package { name } => self.rule.fits_package(name),
-            Scope::Command { .. } | Scope::Domain { .. } => self.rule.fits(subject),
+            PermissionScope::Package { name } => self.rule.fits_package(name),
+            PermissionScope::Command { .. } | PermissionScope::Domain { .. } => {
+                self.rule.fits(subject)
+            }
         }
     }
 }
 
 /// Why the store could not be read or written.
 #[derive(Debug, thiserror::Error)]
-pub enum BookError {
+pub enum ApprovalStoreError {
     #[error("could not use {} for approvals that are remembered", path.display())]
     File {
         path: PathBuf,
@@ -86,10 +88,10 @@ pub enum BookError {
     },
 }
 
-impl Book {
+impl ApprovalStore {
     /// Opens the store at this path. A missing file is an empty store.
-    pub fn open(path: &Path) -> Result<Book, BookError> {
-        let failed = |cause| BookError::File {
+    pub fn open(path: &Path) -> Result<ApprovalStore, ApprovalStoreError> {
+        let failed = |cause| ApprovalStoreError::File {
             path: path.to_owned(),
             cause,
         };
@@ -111,7 +113,7 @@ impl Book {
                  counted; whoever gave them is asked again"
             );
         }
-        Ok(Book {
+        Ok(ApprovalStore {
             path: Some(path.to_owned()),
             entries: Mutex::new(entries),
         })
@@ -131,7 +133,7 @@ impl Book {
     pub fn covers(&self, owner: &str, subject: &Subject) -> bool {
         let entries = self.entries();
         let theirs = || entries.iter().filter(|entry| entry.owner == owner);
-        let needed = Scope::of(subject);
+        let needed = PermissionScope::of(subject);
         !needed.is_empty()
             && needed
                 .iter()
@@ -140,15 +142,15 @@ impl Book {
 
     /// Stores a permanent grant of an owner for a subject. If it cannot be written, it applies
     /// until this process ends.
-    pub fn remember(&self, owner: &str, subject: &Subject) -> Result<(), BookError> {
+    pub fn remember(&self, owner: &str, subject: &Subject) -> Result<(), ApprovalStoreError> {
         let Some(path) = &self.path else {
             return Ok(());
         };
         let mut entries = self.entries();
-        for scope in Scope::of(subject) {
+        for scope in PermissionScope::of(subject) {
             let rule = scope.rule();
             let fingerprint = match scope {
-                Scope::Tool { fingerprint, .. } => fingerprint,
+                PermissionScope::Tool { fingerprint, .. } => fingerprint,
                 _ => None,
             };
             let entry = Entry {
@@ -167,7 +169,7 @@ impl Book {
         }
         // The lock is held during the write: of two concurrent writers, the second writes both
         // grants.
-        write(path, &entries).map_err(|cause| BookError::File {
+        write(path, &entries).map_err(|cause| ApprovalStoreError::File {
             path: path.clone(),
             cause,
         })
@@ -178,8 +180,8 @@ impl Book {
     }
 }
 
-fn parse(path: &Path, text: &str) -> Result<Vec<Entry>, BookError> {
-    let form = |why: String| BookError::Form {
+fn parse(path: &Path, text: &str) -> Result<Vec<Entry>, ApprovalStoreError> {
+    let form = |why: String| ApprovalStoreError::Form {
         path: path.to_owned(),
         why,
     };
@@ -194,7 +196,7 @@ fn parse(path: &Path, text: &str) -> Result<Vec<Entry>, BookError> {
         )
     })?;
     let entry = |(number, value): (usize, Value)| {
-        let bad = |cause| BookError::Entry {
+        let bad = |cause| ApprovalStoreError::Entry {
             path: path.to_owned(),
             number,
             cause,
@@ -212,7 +214,7 @@ fn parse(path: &Path, text: &str) -> Result<Vec<Entry>, BookError> {
             }
             Some(_) => return Err(bad(BadRule::Fingerprint)),
         };
-        let rule = Rule::parse(&Value::Object(members)).map_err(bad)?;
+        let rule = PolicyRule::parse(&Value::Object(members)).map_err(bad)?;
         // Denials belong in the configuration, where they cannot be overlooked.
         if rule.effect == Effect::Allow {
             Ok(Entry {
@@ -284,17 +286,17 @@ mod tests {
     fn what_was_allowed_for_good_is_there_after_a_restart_for_its_owner_alone() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("approvals.yaml");
-        let book = Book::open(&path).unwrap();
-        assert!(!book.covers("ann", &tool("t")));
+        let store = ApprovalStore::open(&path).unwrap();
+        assert!(!store.covers("ann", &tool("t")));
         let hostile = Subject::Shell {
             command: "a: {*} # \"\n\u{202e}'\\".to_owned(),
             kind: "!".to_owned(),
         };
         for subject in [tool("t"), install(&["numpy", "pandas>2"]), hostile.clone()] {
-            book.remember("ann \"}", &subject).unwrap();
-            book.remember("ann \"}", &subject).unwrap();
+            store.remember("ann \"}", &subject).unwrap();
+            store.remember("ann \"}", &subject).unwrap();
         }
-        let again = Book::open(&path).unwrap();
+        let again = ApprovalStore::open(&path).unwrap();
         for subject in [tool("t"), install(&["pandas", "numpy==1"]), hostile] {
             assert!(again.covers("ann \"}", &subject), "{subject:?}");
             assert!(!again.covers("ben", &subject));
@@ -316,9 +318,9 @@ mod tests {
 
     #[test]
     fn without_a_place_nothing_is_remembered() {
-        let book = Book::default();
-        book.remember("ann", &tool("t")).unwrap();
-        assert!(!book.covers("ann", &tool("t")) && !book.is_kept());
+        let store = ApprovalStore::default();
+        store.remember("ann", &tool("t")).unwrap();
+        assert!(!store.covers("ann", &tool("t")) && !store.is_kept());
     }
 
     #[test]
@@ -336,11 +338,11 @@ mod tests {
             "- [",
         ] {
             std::fs::write(&path, bad).unwrap();
-            assert!(Book::open(&path).is_err(), "{bad}");
+            assert!(ApprovalStore::open(&path).is_err(), "{bad}");
         }
         std::fs::write(&path, "- {for: ann, allow: {package: '*'}}").unwrap();
         assert!(
-            Book::open(&path)
+            ApprovalStore::open(&path)
                 .unwrap()
                 .covers("ann", &install(&["anything"]))
         ); // Control, and the operator's own words.
@@ -350,16 +352,18 @@ mod tests {
     fn a_tool_that_is_another_one_is_not_covered_also_after_a_restart() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("approvals.yaml");
-        let book = Book::open(&path).unwrap();
-        book.remember("ann", &made("t", "one")).unwrap();
-        for book in [book, Book::open(&path).unwrap()] {
-            assert!(book.covers("ann", &made("t", "one"))); // Control.
-            assert!(!book.covers("ann", &made("t", "other")));
+        let store = ApprovalStore::open(&path).unwrap();
+        store.remember("ann", &made("t", "one")).unwrap();
+        for store in [store, ApprovalStore::open(&path).unwrap()] {
+            assert!(store.covers("ann", &made("t", "one"))); // Control.
+            assert!(!store.covers("ann", &made("t", "other")));
         }
         // The previous identity is no longer granted once another one was, even if it comes back.
-        let book = Book::open(&path).unwrap();
-        book.remember("ann", &made("t", "other")).unwrap();
-        assert!(book.covers("ann", &made("t", "other")) && !book.covers("ann", &made("t", "one")));
+        let store = ApprovalStore::open(&path).unwrap();
+        store.remember("ann", &made("t", "other")).unwrap();
+        assert!(
+            store.covers("ann", &made("t", "other")) && !store.covers("ann", &made("t", "one"))
+        );
         assert_eq!(std::fs::read_to_string(&path).unwrap().lines().count(), 2);
     }
 
@@ -370,18 +374,18 @@ mod tests {
         let old =
             "- {for: ann, allow: {server: s, tool: t}}\n- {for: ann, allow: {package: numpy}}\n";
         std::fs::write(&path, old).unwrap();
-        let book = Book::open(&path).unwrap();
+        let store = ApprovalStore::open(&path).unwrap();
         let unknown = Subject::Tool {
             server: "s".to_owned(),
             tool: "t".to_owned(),
             arguments: Map::new(),
             fingerprint: None,
         };
-        assert!(!book.covers("ann", &tool("t")) && !book.covers("ann", &unknown));
-        assert!(book.covers("ann", &install(&["numpy"]))); // Control.
-        book.remember("ann", &unknown).unwrap();
+        assert!(!store.covers("ann", &tool("t")) && !store.covers("ann", &unknown));
+        assert!(store.covers("ann", &install(&["numpy"]))); // Control.
+        store.remember("ann", &unknown).unwrap();
         assert!(
-            !book.covers("ann", &unknown),
+            !store.covers("ann", &unknown),
             "nor is what nobody can name remembered"
         );
         assert!(!std::fs::read_to_string(&path).unwrap().contains("tool:"));

@@ -1,7 +1,7 @@
 //! The scheduler of cells: decides which cell runs next when more are submitted than may run
 //! concurrently.
 //!
-//! Principals take turns. A free run permit (`place`) goes to the waiting principal with the fewest
+//! Principals take turns. A free run permit goes to the waiting principal with the fewest
 //! running cells; among equals, to the one that has waited longest for its turn. A principal
 //! without a running cell does not wait for others to finish: the same number of permits again is
 //! reserved for the first cells of principals. A principal that floods the server with long cells
@@ -9,7 +9,7 @@
 //!
 //! A permit is never left unused while a cell waits.
 //!
-//! `Line` decides, without time or tasks; `Turns` connects it with the waiting tasks.
+//! `RunQueue` decides, without time or tasks; `FairScheduler` connects it with the waiting tasks.
 
 use std::collections::hash_map::Entry;
 use std::collections::{HashMap, VecDeque};
@@ -31,10 +31,10 @@ const LONGEST_HINT: Duration = Duration::from_secs(60);
 
 /// The run permits, and the queue of waiting cells.
 #[derive(Clone)]
-pub(super) struct Turns(Arc<Mutex<Hall>>);
+pub(super) struct FairScheduler(Arc<Mutex<SchedulerState>>);
 
-struct Hall {
-    line: Line,
+struct SchedulerState {
+    queue: RunQueue,
     next_ticket: u64,
     waiting: HashMap<u64, oneshot::Sender<()>>,
     /// Moving estimate of how long a permit is held.
@@ -42,29 +42,29 @@ struct Hall {
 }
 
 /// A run permit for a cell, or a ticket for one. It is returned when dropped.
-pub(super) struct Turn {
-    turns: Turns,
+pub(super) struct RunPermit {
+    scheduler: FairScheduler,
     owner: Principal,
     ticket: u64,
     /// Fires when the permit is granted; `None` once it is.
-    came: Option<oneshot::Receiver<()>>,
+    grant: Option<oneshot::Receiver<()>>,
     since: Instant,
 }
 
 /// Too many cells are waiting.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Crowded {
+pub(super) struct Overloaded {
     pub(super) waiting: usize,
     /// Estimated time until there is room.
     pub(super) retry_after: Duration,
 }
 
-impl Turns {
+impl FairScheduler {
     /// Creates a scheduler for this many concurrent cells; zero means unlimited.
-    pub(super) fn new(places: usize) -> Turns {
-        let line = Line::new(if places == 0 { usize::MAX } else { places });
-        Turns(Arc::new(Mutex::new(Hall {
-            line,
+    pub(super) fn new(permits: usize) -> FairScheduler {
+        let queue = RunQueue::new(if permits == 0 { usize::MAX } else { permits });
+        FairScheduler(Arc::new(Mutex::new(SchedulerState {
+            queue,
             next_ticket: 0,
             waiting: HashMap::new(),
             usual: Duration::ZERO,
@@ -73,103 +73,103 @@ impl Turns {
 
     /// Changes the number of concurrent cells. Running cells continue; if the number is lowered,
     /// waiting cells start once enough of them have ended.
-    pub(super) fn set_places(&self, places: usize) {
-        let mut hall = self.hall();
-        for next in hall
-            .line
-            .set_places(if places == 0 { usize::MAX } else { places })
+    pub(super) fn set_permits(&self, permits: usize) {
+        let mut state = self.state();
+        for next in state
+            .queue
+            .set_permits(if permits == 0 { usize::MAX } else { permits })
         {
-            if let Some(call) = hall.waiting.remove(&next) {
+            if let Some(grant) = state.waiting.remove(&next) {
                 // A ticket that was dropped in the meantime returns the permit.
-                let _ = call.send(());
+                let _ = grant.send(());
             }
         }
     }
 
     /// Requests a permit.
-    pub(super) fn ask(&self, owner: &Principal) -> Result<Turn, Crowded> {
-        let mut hall = self.hall();
-        if hall.line.is_crowded_for(owner) {
-            return Err(hall.crowded());
+    pub(super) fn ask(&self, owner: &Principal) -> Result<RunPermit, Overloaded> {
+        let mut state = self.state();
+        if state.queue.is_overloaded_for(owner) {
+            return Err(state.overloaded());
         }
-        let ticket = hall.next_ticket;
-        hall.next_ticket += 1;
-        let came = if hall.line.arrive(owner, ticket) {
+        let ticket = state.next_ticket;
+        state.next_ticket += 1;
+        let grant = if state.queue.arrive(owner, ticket) {
             None
         } else {
-            let (call, came) = oneshot::channel();
-            hall.waiting.insert(ticket, call);
-            Some(came)
+            let (sender, grant) = oneshot::channel();
+            state.waiting.insert(ticket, sender);
+            Some(grant)
         };
-        drop(hall);
-        Ok(Turn {
-            turns: self.clone(),
+        drop(state);
+        Ok(RunPermit {
+            scheduler: self.clone(),
             owner: owner.clone(),
             ticket,
-            came,
+            grant,
             since: Instant::now(),
         })
     }
 
     /// Returns how many cells run and how many wait for a permit.
     pub(super) fn load(&self) -> (usize, usize) {
-        let hall = self.hall();
-        (hall.line.running, hall.line.waiting)
+        let state = self.state();
+        (state.queue.running, state.queue.waiting)
     }
 
-    fn hall(&self) -> MutexGuard<'_, Hall> {
+    fn state(&self) -> MutexGuard<'_, SchedulerState> {
         self.0
             .lock()
-            .expect("nothing panics while it holds the line")
+            .expect("nothing panics while it holds the queue")
     }
 }
 
-impl Turn {
+impl RunPermit {
     /// Returns whether the permit was granted.
-    pub(super) fn is_here(&self) -> bool {
-        self.came.is_none()
+    pub(super) fn is_granted(&self) -> bool {
+        self.grant.is_none()
     }
 
     /// Waits for the permit. Returns at once if it was already granted.
-    pub(super) async fn come(&mut self) {
-        if let Some(came) = &mut self.came {
+    pub(super) async fn granted(&mut self) {
+        if let Some(grant) = &mut self.grant {
             // The queue holds the sender until it grants the permit.
-            let _ = came.await;
-            self.came = None;
+            let _ = grant.await;
+            self.grant = None;
             self.since = Instant::now();
         }
     }
 }
 
-impl Drop for Turn {
+impl Drop for RunPermit {
     fn drop(&mut self) {
-        let mut hall = self.turns.hall();
-        if hall.waiting.remove(&self.ticket).is_some() {
-            hall.line.leave(&self.owner, self.ticket);
+        let mut state = self.scheduler.state();
+        if state.waiting.remove(&self.ticket).is_some() {
+            state.queue.leave(&self.owner, self.ticket);
             return;
         }
         // It holds a permit, even if it was dropped before it noticed.
-        if self.came.is_none() {
-            hall.usual = (hall.usual * 7 + self.since.elapsed()) / 8;
+        if self.grant.is_none() {
+            state.usual = (state.usual * 7 + self.since.elapsed()) / 8;
         }
-        if let Some(next) = hall.line.free(&self.owner)
-            && let Some(call) = hall.waiting.remove(&next)
+        if let Some(next) = state.queue.free(&self.owner)
+            && let Some(grant) = state.waiting.remove(&next)
         {
             // A ticket that was dropped in the meantime returns the permit.
-            let _ = call.send(());
+            let _ = grant.send(());
         }
     }
 }
 
-impl Hall {
-    fn crowded(&self) -> Crowded {
-        let waiting = self.line.waiting;
-        let rounds = u32::try_from(waiting / self.line.places.max(1) + 1).unwrap_or(u32::MAX);
+impl SchedulerState {
+    fn overloaded(&self) -> Overloaded {
+        let waiting = self.queue.waiting;
+        let rounds = u32::try_from(waiting / self.queue.permits.max(1) + 1).unwrap_or(u32::MAX);
         let hint = self
             .usual
             .saturating_mul(rounds)
             .clamp(Duration::from_secs(1), LONGEST_HINT);
-        Crowded {
+        Overloaded {
             waiting,
             retry_after: hint,
         }
@@ -178,8 +178,8 @@ impl Hall {
 
 /// The queue of waiting principals.
 #[derive(Debug)]
-struct Line {
-    places: usize,
+struct RunQueue {
+    permits: usize,
     running: usize,
     /// Number of running cells per principal, for those that have any.
     running_of: HashMap<Principal, usize>,
@@ -189,10 +189,10 @@ struct Line {
     tickets: HashMap<Principal, VecDeque<u64>>,
 }
 
-impl Line {
-    fn new(places: usize) -> Line {
-        Line {
-            places,
+impl RunQueue {
+    fn new(permits: usize) -> RunQueue {
+        RunQueue {
+            permits,
             running: 0,
             running_of: HashMap::new(),
             waiting: 0,
@@ -201,18 +201,18 @@ impl Line {
         }
     }
 
-    fn is_crowded_for(&self, owner: &Principal) -> bool {
+    fn is_overloaded_for(&self, owner: &Principal) -> bool {
         let own = self.tickets.get(owner).map_or(0, VecDeque::len);
-        !self.has_place_for(owner) && (self.waiting >= MOST_WAITING || own >= MOST_WAITING_OF_ONE)
+        !self.has_permit_for(owner) && (self.waiting >= MOST_WAITING || own >= MOST_WAITING_OF_ONE)
     }
 
-    fn has_place_for(&self, owner: &Principal) -> bool {
-        let places = if self.runs_of(owner) == 0 {
-            self.places.saturating_mul(2)
+    fn has_permit_for(&self, owner: &Principal) -> bool {
+        let permits = if self.runs_of(owner) == 0 {
+            self.permits.saturating_mul(2)
         } else {
-            self.places
+            self.permits
         };
-        self.running < places
+        self.running < permits
     }
 
     fn runs_of(&self, owner: &Principal) -> usize {
@@ -226,7 +226,7 @@ impl Line {
 
     /// Takes a permit, or joins the queue. Returns whether a permit was free.
     fn arrive(&mut self, owner: &Principal, ticket: u64) -> bool {
-        if self.has_place_for(owner) {
+        if self.has_permit_for(owner) {
             self.begin(owner);
             return true;
         }
@@ -254,9 +254,9 @@ impl Line {
     }
 
     /// Changes the number of permits. Returns the tickets that receive the new ones.
-    fn set_places(&mut self, places: usize) -> Vec<u64> {
-        self.places = places;
-        std::iter::from_fn(|| self.call_next()).collect()
+    fn set_permits(&mut self, permits: usize) -> Vec<u64> {
+        self.permits = permits;
+        std::iter::from_fn(|| self.grant_next()).collect()
     }
 
     /// Returns a permit. The result is the ticket that receives it, if a cell waits and the number
@@ -269,24 +269,24 @@ impl Line {
                 runs.remove();
             }
         }
-        self.call_next()
+        self.grant_next()
     }
 
     /// Returns the next ticket, if there is a permit for it.
-    fn call_next(&mut self) -> Option<u64> {
+    fn grant_next(&mut self) -> Option<u64> {
         // The first of those with the fewest running cells.
         let next = (0..self.order.len()).min_by_key(|at| self.runs_of(&self.order[*at]))?;
-        if !self.has_place_for(&self.order[next]) {
+        if !self.has_permit_for(&self.order[next]) {
             return None;
         }
         let owner = self.order.remove(next)?;
         let tickets = self
             .tickets
             .get_mut(&owner)
-            .expect("whoever is in line has a ticket");
+            .expect("a waiting principal has a ticket");
         let ticket = tickets
             .pop_front()
-            .expect("whoever is in line has a ticket");
+            .expect("a waiting principal has a ticket");
         let has_more = !tickets.is_empty();
         self.begin(&owner);
         self.waiting -= 1;
@@ -314,25 +314,25 @@ mod tests {
     #[test]
     fn a_principal_that_runs_nothing_does_not_wait_for_one_that_floods() {
         let (flood, other, third) = (principal(0), principal(1), principal(2));
-        let mut line = Line::new(1);
-        assert!(line.arrive(&flood, 0));
-        assert!(!line.arrive(&flood, 1) && !line.arrive(&flood, 2));
+        let mut queue = RunQueue::new(1);
+        assert!(queue.arrive(&flood, 0));
+        assert!(!queue.arrive(&flood, 1) && !queue.arrive(&flood, 2));
         assert!(
-            line.arrive(&other, 10),
-            "as many places again for those that run nothing"
+            queue.arrive(&other, 10),
+            "as many permits again for those that run nothing"
         );
-        assert!(!line.arrive(&other, 11), "a second cell waits");
+        assert!(!queue.arrive(&other, 11), "a second cell waits");
         assert!(
-            !line.arrive(&third, 20),
-            "there are twice as many places, and no more"
+            !queue.arrive(&third, 20),
+            "there are twice as many permits, and no more"
         );
         assert_eq!(
-            line.free(&flood),
+            queue.free(&flood),
             Some(1),
             "both run nothing now, and the flood waited first"
         );
         assert_eq!(
-            line.free(&flood),
+            queue.free(&flood),
             Some(20),
             "then it is the turn of the third"
         );
@@ -341,33 +341,33 @@ mod tests {
     #[test]
     fn a_free_place_goes_to_whoever_runs_the_least_then_in_turns() {
         let (flood, other, third) = (principal(0), principal(1), principal(2));
-        let mut line = Line::new(3);
-        assert!((0..3).all(|ticket| line.arrive(&flood, ticket)));
-        assert!((3..6).all(|ticket| !line.arrive(&flood, ticket)));
-        assert!(line.arrive(&other, 10) && line.arrive(&third, 20));
-        assert!(!line.arrive(&other, 11) && !line.arrive(&third, 21));
+        let mut queue = RunQueue::new(3);
+        assert!((0..3).all(|ticket| queue.arrive(&flood, ticket)));
+        assert!((3..6).all(|ticket| !queue.arrive(&flood, ticket)));
+        assert!(queue.arrive(&other, 10) && queue.arrive(&third, 20));
+        assert!(!queue.arrive(&other, 11) && !queue.arrive(&third, 21));
         // Five run on three places, so that two must end first.
-        assert_eq!([line.free(&flood), line.free(&flood)], [None, None]);
-        assert_eq!(line.free(&flood), Some(3), "it runs nothing now");
-        assert_eq!(line.free(&flood), Some(4), "again");
-        assert_eq!(line.free(&third), Some(21), "it runs nothing now");
-        assert_eq!(line.free(&third), Some(11), "one each: the next in turn");
+        assert_eq!([queue.free(&flood), queue.free(&flood)], [None, None]);
+        assert_eq!(queue.free(&flood), Some(3), "it runs nothing now");
+        assert_eq!(queue.free(&flood), Some(4), "again");
+        assert_eq!(queue.free(&third), Some(21), "it runs nothing now");
+        assert_eq!(queue.free(&third), Some(11), "one each: the next in turn");
     }
 
     #[test]
     fn who_leaves_the_line_is_not_called() {
-        let mut line = Line::new(1);
+        let mut queue = RunQueue::new(1);
         for (owner, ticket) in [(0, 0), (1, 1), (2, 2), (3, 3)] {
-            line.arrive(&principal(owner), ticket);
+            queue.arrive(&principal(owner), ticket);
         }
-        line.leave(&principal(2), 2);
-        line.leave(&principal(2), 2);
-        assert_eq!(line.free(&principal(0)), Some(3));
+        queue.leave(&principal(2), 2);
+        queue.leave(&principal(2), 2);
+        assert_eq!(queue.free(&principal(0)), Some(3));
         assert_eq!(
             (
-                line.free(&principal(1)),
-                line.free(&principal(3)),
-                line.running
+                queue.free(&principal(1)),
+                queue.free(&principal(3)),
+                queue.running
             ),
             (None, None, 0)
         );
@@ -376,82 +376,82 @@ mod tests {
     #[test]
     fn more_places_are_given_out_at_once_and_fewer_as_cells_end() {
         let (one, other) = (principal(0), principal(1));
-        let mut line = Line::new(1);
-        assert!(line.arrive(&one, 0));
+        let mut queue = RunQueue::new(1);
+        assert!(queue.arrive(&one, 0));
         for ticket in 1..=4 {
-            assert!(!line.arrive(&one, ticket));
+            assert!(!queue.arrive(&one, ticket));
         }
-        assert_eq!(line.set_places(3), [1, 2]);
-        assert_eq!((line.running, line.waiting), (3, 2));
-        assert!(line.set_places(1).is_empty());
+        assert_eq!(queue.set_permits(3), [1, 2]);
+        assert_eq!((queue.running, queue.waiting), (3, 2));
+        assert!(queue.set_permits(1).is_empty());
         assert!(
-            !line.arrive(&other, 10),
+            !queue.arrive(&other, 10),
             "three run, which is more than two"
         );
         assert_eq!(
-            line.free(&one),
+            queue.free(&one),
             None,
             "three ran, and two are still more than one"
         );
-        assert_eq!(line.free(&one), Some(10), "it runs nothing");
+        assert_eq!(queue.free(&one), Some(10), "it runs nothing");
         assert_eq!(
-            (line.free(&one), line.free(&other), line.running),
+            (queue.free(&one), queue.free(&other), queue.running),
             (Some(3), None, 1)
         );
     }
 
     #[tokio::test(start_paused = true)]
     async fn a_place_is_passed_on_and_never_lost() {
-        let turns = Turns::new(1);
-        let first = turns.ask(&principal(0)).unwrap();
-        let mut second = turns.ask(&principal(0)).unwrap();
-        let third = turns.ask(&principal(0)).unwrap();
-        let mut fourth = turns.ask(&principal(0)).unwrap();
-        assert!(first.is_here() && !second.is_here());
+        let scheduler = FairScheduler::new(1);
+        let first = scheduler.ask(&principal(0)).unwrap();
+        let mut second = scheduler.ask(&principal(0)).unwrap();
+        let third = scheduler.ask(&principal(0)).unwrap();
+        let mut fourth = scheduler.ask(&principal(0)).unwrap();
+        assert!(first.is_granted() && !second.is_granted());
         drop(first);
-        second.come().await;
+        second.granted().await;
         drop(second);
         // It was granted a permit and did not notice.
         drop(third);
-        fourth.come().await;
-        assert_eq!(turns.load(), (1, 0));
+        fourth.granted().await;
+        assert_eq!(scheduler.load(), (1, 0));
         drop(fourth);
-        assert_eq!(turns.load(), (0, 0));
-        assert!(turns.ask(&principal(0)).unwrap().is_here());
+        assert_eq!(scheduler.load(), (0, 0));
+        assert!(scheduler.ask(&principal(0)).unwrap().is_granted());
     }
 
     #[tokio::test(start_paused = true)]
     async fn a_line_that_is_too_long_turns_people_away_with_a_hint() {
-        let turns = Turns::new(1);
-        let place = turns.ask(&principal(0)).unwrap();
+        let scheduler = FairScheduler::new(1);
+        let place = scheduler.ask(&principal(0)).unwrap();
         tokio::time::sleep(Duration::from_secs(8)).await;
         drop(place);
-        let _place = turns.ask(&principal(0)).unwrap();
+        let _place = scheduler.ask(&principal(0)).unwrap();
         let waiting = (0..MOST_WAITING_OF_ONE)
-            .map(|_| turns.ask(&principal(0)).unwrap())
+            .map(|_| scheduler.ask(&principal(0)).unwrap())
             .collect::<Vec<_>>();
-        let crowded = turns.ask(&principal(0)).err().unwrap();
+        let overloaded = scheduler.ask(&principal(0)).err().unwrap();
         assert_eq!(
-            crowded,
-            Crowded {
+            overloaded,
+            Overloaded {
                 waiting: MOST_WAITING_OF_ONE,
                 retry_after: LONGEST_HINT
             }
         );
         // Another principal still finds room.
-        let other = turns.ask(&principal(1)).unwrap();
+        let other = scheduler.ask(&principal(1)).unwrap();
         drop((waiting, other));
-        assert!(turns.ask(&principal(0)).is_ok());
+        assert!(scheduler.ask(&principal(0)).is_ok());
     }
 
     #[test]
     fn without_a_limit_nobody_waits() {
-        let turns = Turns::new(0);
+        let scheduler = FairScheduler::new(0);
         let all = (0..1000)
-            .map(|_| turns.ask(&principal(0)).unwrap())
+            .map(|_| scheduler.ask(&principal(0)).unwrap())
             .collect::<Vec<_>>();
-        assert!(all.iter().all(Turn::is_here));
-        assert_eq!(turns.load(), (1000, 0));
+        assert!(all.iter().all(RunPermit::is_granted));
+        assert_eq!(scheduler.load(), (1000, 0));
     }
 
     #[derive(Debug, Clone)]
@@ -476,9 +476,9 @@ mod tests {
     proptest! {
         #[test]
         fn nobody_starves_and_no_place_stays_free(
-            steps in prop::collection::vec(step(), 0..400), places in 1usize..6,
+            steps in prop::collection::vec(step(), 0..400), permits in 1usize..6,
         ) {
-            let mut line = Line::new(places);
+            let mut queue = RunQueue::new(permits);
             let mut waiting: Vec<(usize, u64)> = Vec::new();
             let mut running: Vec<usize> = Vec::new();
             let runs_of = |running: &[usize], owner: usize| {
@@ -490,7 +490,7 @@ mod tests {
                 let ticket = ticket as u64;
                 match step {
                     Step::Arrive(owner) => {
-                        if line.arrive(&principal(owner), ticket) {
+                        if queue.arrive(&principal(owner), ticket) {
                             running.push(owner);
                         } else {
                             waiting.push((owner, ticket));
@@ -498,11 +498,11 @@ mod tests {
                     }
                     Step::Leave(place) if place < waiting.len() => {
                         let (owner, ticket) = waiting.remove(place);
-                        line.leave(&principal(owner), ticket);
+                        queue.leave(&principal(owner), ticket);
                     }
                     Step::Free(place) if place < running.len() => {
                         let freed = running.remove(place);
-                        if let Some(next) = line.free(&principal(freed)) {
+                        if let Some(next) = queue.free(&principal(freed)) {
                             let place = waiting
                                 .iter()
                                 .position(|(_, ticket)| *ticket == next)
@@ -539,13 +539,13 @@ mod tests {
                 for owner in (0..5).filter(|owner| idle(*owner)) {
                     called.entry(owner).or_default();
                 }
-                prop_assert_eq!((line.running, line.waiting), (running.len(), waiting.len()));
+                prop_assert_eq!((queue.running, queue.waiting), (running.len(), waiting.len()));
                 prop_assert!(
-                    running.len() >= places || waiting.is_empty(),
+                    running.len() >= permits || waiting.is_empty(),
                     "a place is free although somebody waits"
                 );
                 prop_assert!(
-                    called.is_empty() || running.len() >= 2 * places,
+                    called.is_empty() || running.len() >= 2 * permits,
                     "somebody without a cell waits"
                 );
             }

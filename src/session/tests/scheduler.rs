@@ -209,7 +209,7 @@ async fn work_of_the_servers_own_needs_no_place_and_variants_do() {
         timeout: 10 * SECOND,
         max_output_chars: 100,
     };
-    let news = News::new(String::new());
+    let news = ProgressChannel::new(String::new());
     setting
         .sessions
         .explore(&owner(), &id("b"), explore, CancellationToken::new(), news)
@@ -223,7 +223,7 @@ async fn work_of_the_servers_own_needs_no_place_and_variants_do() {
 async fn whoever_waits_for_a_place_is_told_so() {
     let setting = places(1);
     let running = setting.submit(&owner(), "a", "sleep 5").await;
-    let news = News::new(String::new());
+    let news = ProgressChannel::new(String::new());
     let mut heard = news.subscribe();
     let sessions = setting.sessions.clone();
     let call = tokio::spawn(async move {
@@ -243,7 +243,7 @@ async fn whoever_waits_for_a_place_is_told_so() {
         heard.borrow().as_str(),
         "waiting: the server runs as many cells as it may"
     );
-    let Executed::Underway(underway) = call.await.unwrap().unwrap() else {
+    let ExecutionReport::Underway(underway) = call.await.unwrap().unwrap() else {
         panic!()
     };
     assert_eq!((underway.ahead, underway.elapsed), (0, SECOND));
