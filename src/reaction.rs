@@ -16,7 +16,7 @@ use tokio::time::Instant;
 
 /// Maximum factor by which a busy machine extends a timeout. At a load of ten per CPU a process
 /// still gets its time.
-const MOST_STRETCHED: u32 = 10;
+const MAX_STRETCHED: u32 = 10;
 
 /// Run-queue wait of each thread since it started.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -118,7 +118,7 @@ impl ReactionLimit {
         let used = now.used.saturating_sub(self.before.used).min(elapsed);
         let counted = awake.max(used);
         let left = self.limit.saturating_sub(counted);
-        let left = left.min((self.limit * MOST_STRETCHED).saturating_sub(elapsed));
+        let left = left.min((self.limit * MAX_STRETCHED).saturating_sub(elapsed));
         (!left.is_zero()).then_some(left)
     }
 }

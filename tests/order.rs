@@ -26,7 +26,7 @@ use crate::support::service::{SESSIONS_INSIDE, SESSIONS_KEPT, Service, SessionDa
 
 const CALLS: usize = 200;
 /// A session lets 64 calls wait and refuses further ones, so at least as many run.
-const FEWEST_RUN: usize = 64;
+const MIN_RUN: usize = 64;
 const CALLERS: &[(&str, &[&str])] = &[("alice", &["python:execute"])];
 
 type Body = UnsyncBoxBody<Bytes, Infallible>;
@@ -219,7 +219,7 @@ async fn check_order(transport: Transport, flags: &[&str], rules: Rules) {
             assert!(text.contains("requests are already waiting"), "{answer}");
         }
     }
-    assert!(ran.len() >= FEWEST_RUN, "{ran:?}");
+    assert!(ran.len() >= MIN_RUN, "{ran:?}");
     let order = client.send_all(&[cell("print(order)")]).await;
     let order = order[0]["structuredContent"]["text"].as_str().unwrap();
     let order: Vec<usize> = serde_json::from_str(order).unwrap();

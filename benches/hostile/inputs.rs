@@ -96,7 +96,7 @@ pub(crate) const INPUTS: [Input; 14] = [
     },
 ];
 
-const LARGEST_BODY: usize = 8 * 1024 * 1024;
+const MAX_BODY_BYTES: usize = 8 * 1024 * 1024;
 
 /// Finds the channel to the server: the last socket that the session was born with.
 const CHANNEL: &str = r#"
@@ -175,13 +175,13 @@ fn cell(service: Arc<Service>, code: &'static str) -> Sending {
 }
 
 fn objects() -> String {
-    r#"{"":0},"#.repeat((LARGEST_BODY - 1000) / 7)
+    r#"{"":0},"#.repeat((MAX_BODY_BYTES - 1000) / 7)
 }
 
 fn keys() -> String {
     let mut text = String::from("{");
     for number in 0.. {
-        if text.len() > LARGEST_BODY - 1000 {
+        if text.len() > MAX_BODY_BYTES - 1000 {
             break;
         }
         text += &format!("\"{number:x}\":0,");
@@ -242,14 +242,14 @@ async fn post(
 }
 
 async fn unfinished(service: Arc<Service>) -> anyhow::Result<()> {
-    let body = Arc::new("x".repeat(LARGEST_BODY - 1));
+    let body = Arc::new("x".repeat(MAX_BODY_BYTES - 1));
     let mut posts = JoinSet::new();
     for _ in 0..200 {
         posts.spawn(post(
             service.clone(),
             Key::Attacker,
             body.clone(),
-            LARGEST_BODY,
+            MAX_BODY_BYTES,
         ));
     }
     while let Some(done) = posts.join_next().await {

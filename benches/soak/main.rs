@@ -53,8 +53,8 @@ const BETWEEN_LINES: Duration = Duration::from_secs(60);
 /// What is seen before is not a part of the growth.
 const WARM_UP: Duration = Duration::from_secs(120);
 /// Growth of memory in an hour that is allowed, and how long must be measured to say so.
-const MOST_GROWTH: f64 = 2.0 * MIB;
-const SHORTEST_MEASURED: Duration = Duration::from_secs(20 * 60);
+const MAX_GROWTH: f64 = 2.0 * MIB;
+const MIN_MEASURED: Duration = Duration::from_secs(20 * 60);
 /// How long what was closed may take to go away.
 const SETTLING: Duration = Duration::from_secs(30);
 
@@ -272,7 +272,7 @@ fn print_growth(looks: &[(Duration, Look)], duration: Duration) -> bool {
         );
     }
     let memory = growth(&Look::memory);
-    let grows = measured >= SHORTEST_MEASURED && memory > MOST_GROWTH;
+    let grows = measured >= MIN_MEASURED && memory > MAX_GROWTH;
     println!(
         "{} memory in all: {:+.2} MiB/h",
         if grows { "✗" } else { "✓" },

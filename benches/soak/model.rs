@@ -10,8 +10,8 @@ use crate::random::Random;
 const VARIABLES: [&str; 4] = ["a", "b", "c", "d"];
 const FILES: [&str; 4] = ["f0", "f1", "f2", "f3"];
 /// Elements of `log`, and characters of a file, after which it is made shorter.
-const LONGEST_LOG: usize = 12;
-const LONGEST_FILE: usize = 400;
+const MAX_LOG_LENGTH: usize = 12;
+const MAX_FILE_LENGTH: usize = 400;
 /// States that the server keeps of a session by default.
 const KEPT_STATES: usize = 10;
 
@@ -84,13 +84,13 @@ impl Statement {
             1 if exists => Statement::Delete(name),
             2 | 3 => match state.variables.get("log").and_then(Value::as_array) {
                 None => Statement::Set("log", json!([])),
-                Some(log) if log.len() >= LONGEST_LOG => Statement::Trim,
+                Some(log) if log.len() >= MAX_LOG_LENGTH => Statement::Trim,
                 Some(_) => Statement::Append(number),
             },
             4 if state
                 .files
                 .get(file)
-                .is_some_and(|text| text.len() < LONGEST_FILE) =>
+                .is_some_and(|text| text.len() < MAX_FILE_LENGTH) =>
             {
                 Statement::Extend(file, random.text())
             }

@@ -99,7 +99,7 @@ impl Dialer {
     ) -> Result<(TcpStream, IpAddr), DialError> {
         let addresses = match host {
             Host::Name(name) if rules.allows_name(name, port) => {
-                let found = timeout(LONGEST_RESOLUTION, self.resolver.resolve(name)).await;
+                let found = timeout(MAX_RESOLUTION_TIME, self.resolver.resolve(name)).await;
                 found
                     .unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))
                     .map_err(DialError::Unresolved)?
@@ -155,14 +155,14 @@ impl Dialer {
         // costs time, and that is more often IPv6.
         addresses.sort_by_key(IpAddr::is_ipv6);
         addresses.dedup();
-        let deadline = Instant::now() + LONGEST_DIAL;
+        let deadline = Instant::now() + MAX_DIAL_TIME;
         let mut failure = io::ErrorKind::TimedOut.into();
-        for address in addresses.into_iter().take(MOST_ATTEMPTS) {
+        for address in addresses.into_iter().take(MAX_ATTEMPTS) {
             // An IPv4-mapped address is the only form that is the same address twice: the kernel
             // would make an IPv4 connection anyway.
             let address = address.to_canonical();
             let attempt = self.network.connect(SocketAddr::new(address, port));
-            let until = deadline.min(Instant::now() + LONGEST_ATTEMPT);
+            let until = deadline.min(Instant::now() + MAX_ATTEMPT_TIME);
             match timeout_at(until, attempt)
                 .await
                 .unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))
@@ -195,16 +195,16 @@ pub(crate) fn objection(
 }
 
 /// Timeout for resolution. Resolvers have their own timeout; this is for one that does not.
-const LONGEST_RESOLUTION: Duration = Duration::from_secs(6);
+const MAX_RESOLUTION_TIME: Duration = Duration::from_secs(6);
 
 /// Timeout per address. A handshake to the other side of the world takes half a second.
-const LONGEST_ATTEMPT: Duration = Duration::from_secs(5);
+const MAX_ATTEMPT_TIME: Duration = Duration::from_secs(5);
 
 /// Timeout for all addresses together.
-const LONGEST_DIAL: Duration = Duration::from_secs(15);
+const MAX_DIAL_TIME: Duration = Duration::from_secs(15);
 
 /// Limit of addresses that are tried. All of them are checked.
-const MOST_ATTEMPTS: usize = 6;
+const MAX_ATTEMPTS: usize = 6;
 
 /// Idle time after which TCP keepalive probes the remote end.
 const SILENCE: Duration = Duration::from_secs(60);

@@ -77,7 +77,7 @@ impl NameServer {
 
     /// Answers queries until it is dropped.
     pub(crate) async fn serve(mut self, names: Arc<Names>, listed: Arc<dyn Listed>) {
-        let mut buffer = [0; LARGEST_QUESTION];
+        let mut buffer = [0; MAX_QUESTION_BYTES];
         loop {
             let question = match self.receive(&mut buffer).await {
                 Ok(question) => question,
@@ -126,7 +126,7 @@ impl NameServer {
                 ))
             })
             .await?;
-        let bytes = (length < LARGEST_QUESTION).then(|| &buffer[..length]);
+        let bytes = (length < MAX_QUESTION_BYTES).then(|| &buffer[..length]);
         Ok(Question {
             bytes,
             asker,
@@ -180,7 +180,7 @@ impl Asked {
 }
 
 /// Size limit of a query. One name needs 271 bytes; EDNS options add some.
-const LARGEST_QUESTION: usize = 1232;
+const MAX_QUESTION_BYTES: usize = 1232;
 
 /// Time to live of an answer. The address stays the same, but the rules may change.
 const SECONDS_KEPT: u32 = 30;

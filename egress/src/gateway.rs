@@ -80,7 +80,7 @@ pub trait Asker: Send + Sync {
 
 /// Limit of connections per session that wait for an approval. Further ones are refused as if there
 /// were no approver.
-const MOST_HELD: usize = 32;
+const MAX_HELD: usize = 32;
 
 /// Resource limits of one session.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -150,7 +150,7 @@ impl Gateway {
             meter: Meter::new(limits.bytes_per_second),
             notes: Notes::default(),
             asker: Mutex::default(),
-            held: Semaphore::new(MOST_HELD),
+            held: Semaphore::new(MAX_HELD),
             places: Arc::new(Semaphore::new(
                 limits.connections.min(Semaphore::MAX_PERMITS),
             )),

@@ -14,14 +14,14 @@
 
 /// Size limit of a whole ClientHello, with record headers. Those with post-quantum keys have less
 /// than 3 KiB.
-pub(crate) const LARGEST_HELLO: usize = 16 * 1024;
+pub(crate) const MAX_HELLO_BYTES: usize = 16 * 1024;
 
 /// The result of parsing the first bytes of a connection.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Hello {
     /// The beginning of a ClientHello: more bytes are needed.
     Incomplete,
-    /// Not a ClientHello, or one that is malformed, ambiguous or larger than [`LARGEST_HELLO`].
+    /// Not a ClientHello, or one that is malformed, ambiguous or larger than [`MAX_HELLO_BYTES`].
     /// More bytes do not change that.
     NotTls,
     /// A whole ClientHello. More bytes do not change that either.
@@ -52,7 +52,7 @@ pub(crate) fn read(bytes: &[u8]) -> Hello {
 const HANDSHAKE_RECORD: u8 = 22;
 const RECORD_HEADER: usize = 5;
 /// The largest payload of one plaintext record (RFC 8446 §5.1).
-const LARGEST_FRAGMENT: usize = 1 << 14;
+const MAX_FRAGMENT_BYTES: usize = 1 << 14;
 
 const CLIENT_HELLO: u8 = 1;
 const MESSAGE_HEADER: usize = 4;
@@ -64,8 +64,8 @@ const HOST_NAME: u8 = 0;
 /// ClientHello.
 fn message(bytes: &[u8]) -> Result<Vec<u8>, Hello> {
     let mut gathered = Vec::new();
-    let mut rest = bytes.get(..LARGEST_HELLO).unwrap_or(bytes);
-    let more = if bytes.len() >= LARGEST_HELLO {
+    let mut rest = bytes.get(..MAX_HELLO_BYTES).unwrap_or(bytes);
+    let more = if bytes.len() >= MAX_HELLO_BYTES {
         Hello::NotTls
     } else {
         Hello::Incomplete
@@ -84,7 +84,7 @@ fn message(bytes: &[u8]) -> Result<Vec<u8>, Hello> {
             return Err(more);
         };
         let length = usize::from(u16::from_be_bytes([header[3], header[4]]));
-        if length == 0 || length > LARGEST_FRAGMENT {
+        if length == 0 || length > MAX_FRAGMENT_BYTES {
             return Err(Hello::NotTls);
         }
         let fragment = &behind[..behind.len().min(length)];
@@ -99,7 +99,7 @@ fn message(bytes: &[u8]) -> Result<Vec<u8>, Hello> {
             // The record that completes the ClientHello must end with it: nothing may follow before
             // the server has answered.
             let announced = gathered.len() - fragment.len() + length;
-            if whole > LARGEST_HELLO || announced > whole {
+            if whole > MAX_HELLO_BYTES || announced > whole {
                 return Err(Hello::NotTls);
             }
             if gathered.len() == whole {
@@ -343,7 +343,7 @@ mod tests {
     }
 
     fn hello(extensions: &[Vec<u8>]) -> Vec<u8> {
-        records(&message(&body(extensions)), LARGEST_FRAGMENT)
+        records(&message(&body(extensions)), MAX_FRAGMENT_BYTES)
     }
 
     #[test]
@@ -568,16 +568,16 @@ mod tests {
             ])
         };
         let overhead = sized(0).len();
-        let largest = sized(LARGEST_HELLO - overhead);
-        assert_eq!(largest.len(), LARGEST_HELLO);
+        let largest = sized(MAX_HELLO_BYTES - overhead);
+        assert_eq!(largest.len(), MAX_HELLO_BYTES);
         assert_eq!(read(&largest), named("a.example"));
-        assert_eq!(read(&largest[..LARGEST_HELLO - 1]), Hello::Incomplete);
-        assert_eq!(read(&sized(LARGEST_HELLO - overhead + 1)), Hello::NotTls);
+        assert_eq!(read(&largest[..MAX_HELLO_BYTES - 1]), Hello::Incomplete);
+        assert_eq!(read(&sized(MAX_HELLO_BYTES - overhead + 1)), Hello::NotTls);
         // Spread over tiny records, its headers make it too large. The parser does not wait for
         // more than the limit.
         let spread = records(&largest[RECORD_HEADER..], 1);
-        assert_eq!(read(&spread[..LARGEST_HELLO - 1]), Hello::Incomplete);
-        assert_eq!(read(&spread[..LARGEST_HELLO]), Hello::NotTls);
+        assert_eq!(read(&spread[..MAX_HELLO_BYTES - 1]), Hello::Incomplete);
+        assert_eq!(read(&spread[..MAX_HELLO_BYTES]), Hello::NotTls);
     }
 
     /// One way to corrupt a ClientHello.

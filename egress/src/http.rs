@@ -107,16 +107,16 @@ where
 }
 
 /// Size limit of the head of a request or a response. Servers accept 8 to 64 KiB.
-const LARGEST_HEAD: usize = 64 * 1024;
+const MAX_HEAD_BYTES: usize = 64 * 1024;
 
 /// Limit of header lines in a head.
-const MOST_HEADERS: usize = 200;
+const MAX_HEADERS: usize = 200;
 
 /// Buffer limit for a body, per direction.
 const BUFFER: usize = 128 * 1024;
 
 /// Timeout for a request head, which includes the idle time between two requests.
-const LONGEST_REST: Duration = Duration::from_secs(120);
+const MAX_BACKOFF: Duration = Duration::from_secs(120);
 
 /// The default port of an `http` authority.
 const USUAL_PORT: u16 = 80;
@@ -125,8 +125,8 @@ fn client_settings() -> client::Builder {
     let mut builder = client::Builder::new();
     builder
         .max_buf_size(BUFFER)
-        .max_header_size(LARGEST_HEAD)
-        .max_headers(MOST_HEADERS)
+        .max_header_size(MAX_HEAD_BYTES)
+        .max_headers(MAX_HEADERS)
         .preserve_header_case(true);
     builder
 }
@@ -135,14 +135,14 @@ fn server_settings() -> server::Builder {
     let mut builder = server::Builder::new();
     builder
         .max_buf_size(BUFFER)
-        .max_header_size(LARGEST_HEAD)
-        .max_headers(MOST_HEADERS)
+        .max_header_size(MAX_HEAD_BYTES)
+        .max_headers(MAX_HEADERS)
         .preserve_header_case(true);
     // A client may close its half after the last request. The Date header is the server's.
     builder.half_close(true).auto_date_header(false);
     builder
         .timer(TokioTimer::new())
-        .header_read_timeout(LONGEST_REST);
+        .header_read_timeout(MAX_BACKOFF);
     builder
 }
 
@@ -670,8 +670,8 @@ mod tests {
             });
             (heard.is_ok(), line)
         };
-        assert!(ask(LARGEST_HEAD / 2).await.0); // control
-        let (heard, mut line) = ask(LARGEST_HEAD).await;
+        assert!(ask(MAX_HEAD_BYTES / 2).await.0); // control
+        let (heard, mut line) = ask(MAX_HEAD_BYTES).await;
         assert!(!heard);
         assert!(line.rest().await.starts_with("HTTP/1.1 431"));
     }

@@ -15,10 +15,10 @@ use std::sync::Arc;
 use idna::uts46::{AsciiDenyList, DnsLength, Hyphens, Uts46};
 
 /// Maximum length of a name. The protocol's 255 bytes include the first length byte and the root.
-const LONGEST_NAME: usize = 253;
+const MAX_NAME_LENGTH: usize = 253;
 
 /// Maximum length of a label: its length has six bits on the wire.
-const LONGEST_LABEL: usize = 63;
+const MAX_LABEL_LENGTH: usize = 63;
 
 /// A host name: lower-case A-labels separated by single dots, at most 253 characters, never an IP
 /// address in any spelling.
@@ -41,9 +41,9 @@ pub enum NameError {
     Empty,
     #[error("the name has two dots in a row, or a dot at its start")]
     EmptyLabel,
-    #[error("a part of the name has more than {LONGEST_LABEL} characters")]
+    #[error("a part of the name has more than {MAX_LABEL_LENGTH} characters")]
     LongLabel,
-    #[error("the name has more than {LONGEST_NAME} characters")]
+    #[error("the name has more than {MAX_NAME_LENGTH} characters")]
     TooLong,
     #[error("a name cannot contain {0:?}")]
     Character(char),
@@ -184,14 +184,14 @@ fn check(name: &str) -> Result<(), NameError> {
     if name.is_empty() {
         return Err(NameError::Empty);
     }
-    if name.len() > LONGEST_NAME {
+    if name.len() > MAX_NAME_LENGTH {
         return Err(NameError::TooLong);
     }
     for label in name.split('.') {
         if label.is_empty() {
             return Err(NameError::EmptyLabel);
         }
-        if label.len() > LONGEST_LABEL {
+        if label.len() > MAX_LABEL_LENGTH {
             return Err(NameError::LongLabel);
         }
         if label.starts_with('-') || label.ends_with('-') {

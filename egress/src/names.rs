@@ -17,7 +17,7 @@ use crate::name::HostName;
 
 /// Limit of names per session. A program rarely needs a hundred; this bounds memory to about a
 /// megabyte.
-pub(crate) const MOST_NAMES: usize = 4096;
+pub(crate) const MAX_NAMES: usize = 4096;
 
 /// 198.18.0.0/15. The first address is left out: some programs reject an address whose host bits
 /// are all zero.
@@ -47,7 +47,7 @@ impl Names {
             table.touch(address);
             return Some(address);
         }
-        if table.entries.len() >= MOST_NAMES && !table.forget_the_oldest() {
+        if table.entries.len() >= MAX_NAMES && !table.forget_the_oldest() {
             return None;
         }
         Some(table.add(name.clone()))
@@ -198,7 +198,7 @@ mod tests {
     #[test]
     fn all_addresses_are_of_the_benchmark_range() {
         let names = Names::default();
-        for number in 0..MOST_NAMES {
+        for number in 0..MAX_NAMES {
             let octets = names.address_of(&numbered(number)).unwrap().octets();
             assert!(octets[0] == 198 && (octets[1] == 18 || octets[1] == 19));
         }
@@ -209,15 +209,15 @@ mod tests {
         let names = Arc::new(Names::default());
         let first = names.address_of(&numbered(0)).unwrap();
         let second = names.address_of(&numbered(1)).unwrap();
-        for number in 2..MOST_NAMES {
+        for number in 2..MAX_NAMES {
             names.address_of(&numbered(number)).unwrap();
         }
         names.address_of(&numbered(0)).unwrap(); // used again, so the second is now the oldest
         names.address_of(&name("one.more.example.com")).unwrap();
         assert!(names.name_at(first.into()).is_some()); // control
         assert!(names.name_at(second.into()).is_none());
-        assert_eq!(names.table().entries.len(), MOST_NAMES);
-        assert_eq!(names.table().addresses.len(), MOST_NAMES);
+        assert_eq!(names.table().entries.len(), MAX_NAMES);
+        assert_eq!(names.table().addresses.len(), MAX_NAMES);
     }
 
     #[test]
@@ -227,15 +227,13 @@ mod tests {
         let held = names.name_at(address.into()).unwrap();
         // One full cycle through the range: the next address would be this one.
         names.table().given = LAST - FIRST + 1;
-        for number in 0..2 * MOST_NAMES {
+        for number in 0..2 * MAX_NAMES {
             assert_ne!(names.address_of(&numbered(number)), Some(address));
         }
         assert_eq!(names.name_at(address.into()).unwrap().name(), held.name());
         drop(held);
-        for number in 0..MOST_NAMES {
-            names
-                .address_of(&numbered(number + 3 * MOST_NAMES))
-                .unwrap();
+        for number in 0..MAX_NAMES {
+            names.address_of(&numbered(number + 3 * MAX_NAMES)).unwrap();
         }
         assert!(names.name_at(address.into()).is_none()); // control: evicted once unused
     }
@@ -248,7 +246,7 @@ mod tests {
                 .name_at(names.address_of(&numbered(number)).unwrap().into())
                 .unwrap()
         };
-        let mut held: Vec<NameInUse> = (0..MOST_NAMES).map(hold).collect();
+        let mut held: Vec<NameInUse> = (0..MAX_NAMES).map(hold).collect();
         assert_eq!(names.address_of(&name("late.example.com")), None);
         held.pop();
         assert!(names.address_of(&name("late.example.com")).is_some()); // control

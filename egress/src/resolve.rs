@@ -75,7 +75,7 @@ impl Resolver for SystemResolver {
 }
 
 async fn lookup(resolver: &TokioResolver, name: &HostName) -> io::Result<Vec<IpAddr>> {
-    match tokio::time::timeout(LONGEST_ANSWER, resolver.lookup_ip(question(name))).await {
+    match tokio::time::timeout(MAX_ANSWER_TIME, resolver.lookup_ip(question(name))).await {
         Ok(Ok(found)) => Ok(found.iter().collect()),
         Ok(Err(error)) if error.is_nx_domain() => Err(io::Error::new(
             io::ErrorKind::NotFound,
@@ -100,16 +100,16 @@ async fn lookup(resolver: &TokioResolver, name: &HostName) -> io::Result<Vec<IpA
 
 /// Timeout of a query, over all servers and retries. Programs give up on a connection after about
 /// ten seconds.
-const LONGEST_ANSWER: Duration = Duration::from_secs(5);
+const MAX_ANSWER_TIME: Duration = Duration::from_secs(5);
 
 /// Timeout per DNS server before the next one is queried.
-const LONGEST_ATTEMPT: Duration = Duration::from_secs(2);
+const MAX_ATTEMPT_TIME: Duration = Duration::from_secs(2);
 
 /// Limit for the TTL of an answer: rules apply to what a name means now.
-const LONGEST_KEPT: Duration = Duration::from_secs(60);
+const MAX_KEPT_TIME: Duration = Duration::from_secs(60);
 
 /// Limit for the TTL of a negative answer, so that a newly created name is soon visible.
-const LONGEST_KEPT_ABSENCE: Duration = Duration::from_secs(5);
+const MAX_KEPT_ABSENCE_TIME: Duration = Duration::from_secs(5);
 
 struct Current {
     settings: Settings,
@@ -146,9 +146,9 @@ fn question(name: &HostName) -> String {
 
 fn build(config: ResolverConfig, mut options: ResolverOpts) -> io::Result<TokioResolver> {
     options.ip_strategy = LookupIpStrategy::Ipv4AndIpv6;
-    options.timeout = options.timeout.min(LONGEST_ATTEMPT);
-    options.positive_max_ttl = Some(LONGEST_KEPT);
-    options.negative_max_ttl = Some(LONGEST_KEPT_ABSENCE);
+    options.timeout = options.timeout.min(MAX_ATTEMPT_TIME);
+    options.positive_max_ttl = Some(MAX_KEPT_TIME);
+    options.negative_max_ttl = Some(MAX_KEPT_ABSENCE_TIME);
     let mut builder = TokioResolver::builder_with_config(config, TokioRuntimeProvider::default());
     *builder.options_mut() = options;
     builder.build().map_err(io::Error::other)

@@ -36,10 +36,10 @@ use ports::Ports;
 
 /// Limit of ports with a listener of their own in each session. Beyond that, one listener that gets
 /// every port costs less.
-pub const MOST_LISTENERS: usize = 32;
+pub const MAX_LISTENERS: usize = 32;
 
 /// Limit of rules in a list. Every new connection is checked against all of them.
-pub const MOST_RULES: usize = 1_000;
+pub const MAX_RULES: usize = 1_000;
 
 /// A list of rules. Clones share their content.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -69,7 +69,7 @@ enum Effect {
 /// The ports that a session must listen on so that every permitted connection arrives.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Listens {
-    /// One listener per port, at most [`MOST_LISTENERS`].
+    /// One listener per port, at most [`MAX_LISTENERS`].
     Ports(BTreeSet<u16>),
     /// One listener to which every port is redirected.
     All,
@@ -227,7 +227,7 @@ impl Rules {
     /// Returns the ports to listen on.
     pub fn listens(&self) -> Listens {
         let ports = Ports::union(self.0.permits.iter().map(|rule| &rule.ports));
-        if ports.count() > MOST_LISTENERS {
+        if ports.count() > MAX_LISTENERS {
             return Listens::All;
         }
         Listens::Ports(ports.iter().collect())
@@ -277,7 +277,7 @@ impl Rules {
         let mut lists = Lists::clone(&self.0);
         for rule in rules {
             let rule = rule?;
-            if lists.permits.len() + lists.denials.len() == MOST_RULES {
+            if lists.permits.len() + lists.denials.len() == MAX_RULES {
                 return Err(RuleError {
                     rule: rule.to_string(),
                     problem: Problem::TooMany,
@@ -879,7 +879,7 @@ mod tests {
             .unwrap_err()
             .to_string();
         assert!(error.len() < 2_000 && !error.contains('\u{1b}'), "{error}");
-        let many: Vec<String> = (0..=MOST_RULES)
+        let many: Vec<String> = (0..=MAX_RULES)
             .map(|number| format!("host{number}.example.com"))
             .collect();
         assert_eq!(Rules::parse(&many).unwrap_err().problem, Problem::TooMany);
@@ -1281,7 +1281,7 @@ mod tests {
         fn every_permitted_connection_is_listened_for(list in some_list()) {
             let list = Rules::parse(&list).unwrap();
             if let Listens::Ports(ports) = list.listens() {
-                prop_assert!(ports.len() <= MOST_LISTENERS);
+                prop_assert!(ports.len() <= MAX_LISTENERS);
                 for port in PORTS.into_iter().filter(|port| !ports.contains(port)) {
                     prop_assert!(!NAMES.iter().any(|name| list.allows_name(name, port)));
                     prop_assert!(

@@ -43,12 +43,12 @@ pub(crate) use requests::{BodyKind, HostSecrets, Note};
 
 /// Minimum length. A shorter value would occur in ordinary text by chance, and could be guessed by
 /// observing what is masked.
-const SHORTEST_VALUE: usize = 8;
+const MIN_VALUE: usize = 8;
 
 /// Fits into a header line, which has this limit at most servers.
-const LONGEST_VALUE: usize = 8 * 1024;
+const MAX_VALUE_LENGTH: usize = 8 * 1024;
 
-const LONGEST_NAME: usize = 100;
+const MAX_NAME_LENGTH: usize = 100;
 
 /// 22 characters of 6 bits: 132 bits, which cannot be guessed.
 const RANDOM_CHARACTERS: usize = 22;
@@ -77,7 +77,7 @@ pub enum SecretError {
     Form,
     #[error(
         "the name of a secret becomes a variable: use letters, digits and underscores, at most \
-         {LONGEST_NAME}, and no digit at its start"
+         {MAX_NAME_LENGTH}, and no digit at its start"
     )]
     Name,
     #[error("secret {name}: {host:?} is not the name of a host")]
@@ -104,7 +104,7 @@ pub enum SecretError {
         "secret {name}: other users may read or change its file; allow only its owner (chmod 600)"
     )]
     FileOpenToOthers { name: Arc<str> },
-    #[error("secret {name}: the value must have {SHORTEST_VALUE} to {LONGEST_VALUE} bytes")]
+    #[error("secret {name}: the value must have {MIN_VALUE} to {MAX_VALUE_LENGTH} bytes")]
     Length { name: Arc<str> },
     #[error("secret {name}: the value must be one line of text, without control characters")]
     NotOneLine { name: Arc<str> },
@@ -287,9 +287,7 @@ impl Hidden {
     /// from ordinary text are left out.
     pub fn new<'a>(values: impl IntoIterator<Item = &'a str>, instead: &str) -> Hidden {
         let instead: Arc<str> = Arc::from(instead);
-        let long = values
-            .into_iter()
-            .filter(|value| value.len() >= SHORTEST_VALUE);
+        let long = values.into_iter().filter(|value| value.len() >= MIN_VALUE);
         Hidden(Arc::new(Patterns::new(long.map(|value| (value, &instead)))))
     }
 
@@ -311,7 +309,7 @@ fn patterns<'a>(entries: impl Iterator<Item = &'a Arc<Entry>>) -> Patterns {
 }
 
 fn is_variable_name(name: &str) -> bool {
-    name.len() <= LONGEST_NAME
+    name.len() <= MAX_NAME_LENGTH
         && name.starts_with(|first: char| first.is_ascii_alphabetic() || first == '_')
         && name
             .chars()
@@ -365,8 +363,8 @@ fn read_file(name: &Arc<str>, path: &Path) -> Result<Zeroizing<String>, SecretEr
     }
     let file = std::fs::File::open(path).map_err(failed)?;
     // With capacity for the whole value, so that a growing buffer does not leave a copy behind.
-    let mut value = Zeroizing::new(String::with_capacity(LONGEST_VALUE + 64));
-    file.take(LONGEST_VALUE as u64 + 3)
+    let mut value = Zeroizing::new(String::with_capacity(MAX_VALUE_LENGTH + 64));
+    file.take(MAX_VALUE_LENGTH as u64 + 3)
         .read_to_string(&mut value)
         .map_err(failed)?;
     let length = value.strip_suffix('\n').map_or(value.len(), |line| {
@@ -377,7 +375,7 @@ fn read_file(name: &Arc<str>, path: &Path) -> Result<Zeroizing<String>, SecretEr
 }
 
 fn check_value(name: &Arc<str>, value: &str) -> Result<(), SecretError> {
-    if !(SHORTEST_VALUE..=LONGEST_VALUE).contains(&value.len()) {
+    if !(MIN_VALUE..=MAX_VALUE_LENGTH).contains(&value.len()) {
         return Err(SecretError::Length { name: name.clone() });
     }
     if value.chars().any(char::is_control) || value.trim() != value {

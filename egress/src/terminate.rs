@@ -54,19 +54,19 @@ use crate::secrets::{BodyKind, HostSecrets, Note, Vault};
 use bodies::{Masked, Prefixed, Streamed};
 
 /// Timeout for each TLS handshake. Both take a few packets; the connection waits for them.
-const LONGEST_HANDSHAKE: Duration = Duration::from_secs(10);
+const MAX_HANDSHAKE_TIME: Duration = Duration::from_secs(10);
 
 /// Timeout for the next request on an idle connection, and for the head of a request.
-const LONGEST_WAIT_FOR_REQUEST: Duration = Duration::from_secs(60);
+const MAX_WAIT_FOR_REQUEST: Duration = Duration::from_secs(60);
 
 /// Timeout until the pooled connection to the host is ready. It nearly always is.
-const LONGEST_WAIT_FOR_KEPT: Duration = Duration::from_secs(5);
+const MAX_WAIT_FOR_KEPT: Duration = Duration::from_secs(5);
 
 /// Size limit of the head of a request or response.
-const LARGEST_HEAD: usize = 64 * 1024;
+const MAX_HEAD_BYTES: usize = 64 * 1024;
 
 /// Size limit of a body that is searched for placeholders.
-const LARGEST_FILLED_BODY: usize = 1024 * 1024;
+const MAX_FILLED_BODY_BYTES: usize = 1024 * 1024;
 
 /// Headers that describe one connection and not the message.
 const HOP_BY_HOP: [HeaderName; 9] = [
@@ -123,8 +123,8 @@ where
     });
     hyper::server::conn::http1::Builder::new()
         .timer(TokioTimer::new())
-        .header_read_timeout(LONGEST_WAIT_FOR_REQUEST)
-        .max_header_size(LARGEST_HEAD)
+        .header_read_timeout(MAX_WAIT_FOR_REQUEST)
+        .max_header_size(MAX_HEAD_BYTES)
         .serve_connection(TokioIo::new(inside), service)
         .with_upgrades()
         .await
@@ -282,7 +282,7 @@ impl Exchange {
         headers: &mut HeaderMap,
         notes: &mut BTreeSet<Note>,
     ) -> Result<Streamed, Refusal> {
-        let is_too_large = body.size_hint().lower() > LARGEST_FILLED_BODY as u64;
+        let is_too_large = body.size_hint().lower() > MAX_FILLED_BODY_BYTES as u64;
         let Some(kind) = kind.filter(|_| !is_too_large && !body.is_end_stream()) else {
             return Ok(body.boxed());
         };
@@ -295,7 +295,7 @@ impl Exchange {
                 )
             };
             gathered.extend_from_slice(frame.map_err(broken)?.data_ref().unwrap_or(&Bytes::new()));
-            if gathered.len() > LARGEST_FILLED_BODY {
+            if gathered.len() > MAX_FILLED_BODY_BYTES {
                 return Ok(Prefixed::new(gathered.into(), body).boxed());
             }
         }
@@ -311,10 +311,7 @@ impl Exchange {
     async fn send(&self, mut request: Request<Streamed>) -> Result<Response<Incoming>, Refusal> {
         let kept = lock(&self.kept).take();
         if let Some(mut kept) = kept
-            && matches!(
-                timeout(LONGEST_WAIT_FOR_KEPT, kept.ready()).await,
-                Ok(Ok(()))
-            )
+            && matches!(timeout(MAX_WAIT_FOR_KEPT, kept.ready()).await, Ok(Ok(())))
         {
             match kept.try_send_request(request).await {
                 Ok(response) => {
@@ -351,7 +348,7 @@ impl Exchange {
             .await
             .map_err(unreachable)?;
         let (sender, connection) = hyper::client::conn::http1::Builder::new()
-            .max_header_size(LARGEST_HEAD)
+            .max_header_size(MAX_HEAD_BYTES)
             .handshake(TokioIo::new(stream))
             .await
             .map_err(|error| unreachable(io::Error::other(error)))?;
@@ -487,7 +484,7 @@ where
 }
 
 async fn in_time<T>(handshake: impl Future<Output = io::Result<T>>) -> io::Result<T> {
-    timeout(LONGEST_HANDSHAKE, handshake)
+    timeout(MAX_HANDSHAKE_TIME, handshake)
         .await
         .unwrap_or_else(|_| {
             Err(io::Error::new(

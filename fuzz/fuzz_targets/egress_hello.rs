@@ -11,7 +11,7 @@ use libfuzzer_sys::fuzz_target;
 #[allow(dead_code)]
 mod hello;
 
-use hello::{Hello, LARGEST_HELLO, read};
+use hello::{Hello, MAX_HELLO_BYTES, read};
 
 #[derive(Arbitrary, Debug)]
 struct Input {
@@ -40,7 +40,7 @@ fuzz_target!(|input: Input| {
     let Some(message) = client_hello(&extensions) else { return };
     let (one, two) = (records(&message, input.fragments.0), records(&message, input.fragments.1));
     stays(&one);
-    if one.len() <= LARGEST_HELLO && two.len() <= LARGEST_HELLO {
+    if one.len() <= MAX_HELLO_BYTES && two.len() <= MAX_HELLO_BYTES {
         assert_eq!(read(&one), read(&two));
         assert_ne!(read(&one), Hello::Incomplete);
     }
@@ -76,7 +76,7 @@ fn stays(bytes: &[u8]) {
             );
         }
     }
-    assert!(bytes.len() < LARGEST_HELLO || verdict != Hello::Incomplete);
+    assert!(bytes.len() < MAX_HELLO_BYTES || verdict != Hello::Incomplete);
 }
 
 fn extension(kind: &Kind, content: &[u8]) -> Vec<u8> {

@@ -11,7 +11,7 @@ use libfuzzer_sys::fuzz_target;
 #[allow(dead_code)]
 mod frame;
 
-use frame::{Decoder, LARGEST_FRAME};
+use frame::{Decoder, MAX_FRAME_BYTES};
 
 #[derive(Arbitrary, Debug)]
 struct Input {
@@ -46,7 +46,7 @@ fuzz_target!(|input: Input| {
                 Ok(Some(frame)) => {
                     taken += 8 + frame.header.len() + frame.payload.len();
                     assert!(taken <= fed, "a frame was made of bytes that never came");
-                    assert!(frame.header.len() + frame.payload.len() <= LARGEST_FRAME);
+                    assert!(frame.header.len() + frame.payload.len() <= MAX_FRAME_BYTES);
                 }
                 Ok(None) => break,
                 // The conversation is over; the decoder must refuse again and not go on.

@@ -53,9 +53,9 @@ const LISTED: [&str; 29] = [
 ];
 
 /// Limits of the copy. The listed folders of a usual system are below one MiB.
-const MOST_BYTES: u64 = 8 << 20;
-const MOST_FILES: u32 = 2_000;
-const MOST_LEVELS: u32 = 8;
+const MAX_BYTES: u64 = 8 << 20;
+const MAX_FILES: u32 = 2_000;
+const MAX_LEVELS: u32 = 8;
 
 /// The remaining limits of the copy.
 struct Budget {
@@ -66,8 +66,8 @@ struct Budget {
 /// Copies the listed files that every user may read from one `etc` to another.
 pub(crate) fn copy(from: &Path, to: &Path) -> io::Result<()> {
     let mut budget = Budget {
-        bytes: MOST_BYTES,
-        files: MOST_FILES,
+        bytes: MAX_BYTES,
+        files: MAX_FILES,
     };
     for name in LISTED {
         let (first, rest) = name
@@ -112,7 +112,7 @@ fn copy_named(from: &Path, to: &Path, name: &str, budget: &mut Budget) -> io::Re
         return Ok(());
     }
     make_folder(&target)?;
-    copy_entry(&source.join(last), &target.join(last), budget, MOST_LEVELS)
+    copy_entry(&source.join(last), &target.join(last), budget, MAX_LEVELS)
 }
 
 fn copy_entry(source: &Path, target: &Path, budget: &mut Budget, levels: u32) -> io::Result<()> {
@@ -288,7 +288,7 @@ mod tests {
     fn no_more_is_copied_than_there_is_room_for() {
         let from = tree(&[("protocols", 0o644)]);
         let large = File::create(from.path().join("services")).unwrap();
-        large.set_len(MOST_BYTES + 1).unwrap();
+        large.set_len(MAX_BYTES + 1).unwrap();
         assert_eq!(copied(&from).1, ["protocols"]);
     }
 

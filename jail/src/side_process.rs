@@ -37,7 +37,7 @@ use crate::{cgroup, sys};
 
 /// Size limit of a `SideProcessSpec`: arguments and variables within the kernel's limit fit into
 /// it.
-const LARGEST_SPEC: u64 = 8 * 1024 * 1024;
+const MAX_SPEC_BYTES: u64 = 8 * 1024 * 1024;
 
 /// The descriptors of the command to start a program.
 pub(crate) struct LaunchFds {
@@ -229,7 +229,7 @@ fn read(spec: &OwnedFd) -> io::Result<SideProcessSpec> {
     let mut bytes = Vec::new();
     let mut spec = File::from(spec.try_clone()?);
     io::Seek::rewind(&mut spec)?;
-    spec.take(LARGEST_SPEC).read_to_end(&mut bytes)?;
+    spec.take(MAX_SPEC_BYTES).read_to_end(&mut bytes)?;
     Ok(serde_json::from_slice(&bytes)?)
 }
 

@@ -252,7 +252,7 @@ pub(crate) struct ForkPointTracer {
 
 /// Limit of stops between the signal and the `clone`, two for each system call. Fork handlers make
 /// some.
-const MOST_STEPS: u32 = 400;
+const MAX_STEPS: u32 = 400;
 
 impl ForkPointTracer {
     /// Starts tracing a process, without disturbing it.
@@ -270,7 +270,7 @@ impl ForkPointTracer {
     /// means that it will not get there.
     pub(crate) fn step(&mut self, stopped: StopReason) -> io::Result<Option<SavedRegisters>> {
         self.steps += 1;
-        if self.steps > MOST_STEPS || self.cancelled {
+        if self.steps > MAX_STEPS || self.cancelled {
             return Err(io::Error::other("it did not come to its branch point"));
         }
         let mut signal = 0;

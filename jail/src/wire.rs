@@ -21,9 +21,9 @@ use crate::sysfs::ShownLimits;
 use crate::test_switches::TestSwitches;
 
 /// Larger than any message; the largest is `Setup` with its lists of mounts and variables.
-const LARGEST_MESSAGE: usize = 160 * 1024;
+const MAX_MESSAGE_BYTES: usize = 160 * 1024;
 /// A session has seven namespaces, a ruleset and a channel.
-const MOST_DESCRIPTORS: usize = 64;
+const MAX_DESCRIPTORS: usize = 64;
 
 /// The number of a sandbox.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -380,17 +380,17 @@ fn send_with<M: Serialize>(
     flags: SendFlags,
 ) -> io::Result<()> {
     let bytes = serde_json::to_vec(message)?;
-    if bytes.len() > LARGEST_MESSAGE || descriptors.len() > MOST_DESCRIPTORS {
+    if bytes.len() > MAX_MESSAGE_BYTES || descriptors.len() > MAX_DESCRIPTORS {
         return Err(io::Error::new(
             io::ErrorKind::InvalidInput,
             "the message exceeds the size limit",
         ));
     }
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_DESCRIPTORS))];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
     let mut ancillary = SendAncillaryBuffer::new(&mut space);
     if !descriptors.is_empty() {
         let fits = ancillary.push(SendAncillaryMessage::ScmRights(descriptors));
-        assert!(fits, "the buffer holds MOST_DESCRIPTORS");
+        assert!(fits, "the buffer holds MAX_DESCRIPTORS");
     }
     rustix::io::retry_on_intr(|| {
         rustix::net::sendmsg(&socket, &[IoSlice::new(&bytes)], &mut ancillary, flags)
@@ -414,14 +414,14 @@ pub fn receive_lossy<M: DeserializeOwned>(socket: impl AsFd) -> io::Result<Optio
     // process that is forked from this one.
     let look = RecvFlags::PEEK | RecvFlags::TRUNC;
     let (_, length) = rustix::io::retry_on_intr(|| rustix::net::recv(&socket, &mut [0; 1], look))?;
-    if length > LARGEST_MESSAGE {
+    if length > MAX_MESSAGE_BYTES {
         return Err(io::Error::new(
             io::ErrorKind::InvalidData,
             "a message exceeds the size limit",
         ));
     }
     let mut buffer = vec![0; length.max(1)];
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_DESCRIPTORS))];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);
     let received = rustix::io::retry_on_intr(|| {
         rustix::net::recvmsg(
@@ -564,7 +564,7 @@ mod tests {
     #[test]
     fn a_message_that_is_too_large_is_refused_by_the_sender() {
         let (one, _other) = pair().unwrap();
-        let why = "x".repeat(LARGEST_MESSAGE);
+        let why = "x".repeat(MAX_MESSAGE_BYTES);
         assert!(send(&one, &WardenEvent::WardenFailed { why }, &[]).is_err());
     }
 }

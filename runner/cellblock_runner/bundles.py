@@ -16,7 +16,7 @@ from typing import Any
 from .frames import encode_header
 
 # Limit on the parts of one output together. Leaves room in a frame of 32 MiB for the rest.
-LARGEST_BUNDLE = 24 * 1024 * 1024
+MAX_BUNDLE_BYTES = 24 * 1024 * 1024
 # The part that is kept of a text/plain that is itself too large.
 _KEPT_TEXT = 4 * 1024 * 1024
 
@@ -67,12 +67,12 @@ def _is_text(mime: str) -> bool:
 
 def _fit(texts: dict[str, str], binaries: dict[str, bytes]) -> None:
     """Drops the largest parts until the rest fits, and notes that in text/plain."""
-    if sum(map(len, texts.values())) * 6 + sum(map(len, binaries.values())) <= LARGEST_BUNDLE:
+    if sum(map(len, texts.values())) * 6 + sum(map(len, binaries.values())) <= MAX_BUNDLE_BYTES:
         return  # One character takes at most six bytes in JSON.
     sizes = {mime: len(encode_header({"": text})) for mime, text in texts.items()}
     sizes.update((mime, len(data)) for mime, data in binaries.items())
     notes = []
-    while sum(sizes.values()) > LARGEST_BUNDLE:
+    while sum(sizes.values()) > MAX_BUNDLE_BYTES:
         mime = max(sizes, key=sizes.__getitem__)
         size = sizes.pop(mime)
         if mime == "text/plain":

@@ -28,10 +28,10 @@ from . import private_descriptors
 from .private_descriptors import Private
 
 # Limit on the kept content of all files without a name together, in bytes.
-LARGEST_KEPT = 8 * 1024 * 1024
+MAX_KEPT_BYTES = 8 * 1024 * 1024
 # Limit on the descriptors compared that are open on the same file at the same offset. Beyond it,
 # each is reopened by itself.
-_MOST_SIMILAR = 16
+_MAX_SIMILAR = 16
 
 _KEPT_FLAGS = (
     os.O_ACCMODE
@@ -96,7 +96,7 @@ def find_open(
     found: list[OpenDescriptor] = []
     nameless: dict[Identity, int] = {}
     similar: dict[tuple[Identity, int], list[OpenDescriptor]] = {}
-    room = LARGEST_KEPT
+    room = MAX_KEPT_BYTES
     for number in sorted(map(int, os.listdir("/proc/self/fd"))):
         if number in ours or number in streams:
             continue
@@ -113,7 +113,7 @@ def find_open(
             alike = similar.setdefault((opened.identity, opened.offset), [])
             opened = opened._replace(duplicate_of=_find_duplicate(opened, alike))
             # A duplicate shares its offset with one that is already in the list.
-            if opened.duplicate_of is None and len(alike) < _MOST_SIMILAR:
+            if opened.duplicate_of is None and len(alike) < _MAX_SIMILAR:
                 alike.append(opened)
         found.append(opened)
     ends = [

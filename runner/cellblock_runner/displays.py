@@ -29,10 +29,10 @@ from . import fonts
 from .import_hooks import when_imported
 
 # Larger drawings take seconds.
-_LARGEST_DRAWING = 4 * 1024 * 1024
+_MAX_DRAWING_BYTES = 4 * 1024 * 1024
 # Limits on drawing: seconds, and bytes of memory beyond the session's own.
 _TIMEOUT = 5
-_MOST_MEMORY = 512 * 1024 * 1024
+_MAX_MEMORY = 512 * 1024 * 1024
 # Pixels per unit of length.
 _PIXELS = {
     None: 1.0,
@@ -44,9 +44,9 @@ _PIXELS = {
     "in": 96.0,
 }
 # The host would scale a larger image down.
-_LONGEST_SIDE = 1568
+_MAX_SIDE_LENGTH = 1568
 # Limit on the `moov` box of an MP4 file.
-_LARGEST_CONTENTS = 4 * 1024 * 1024
+_MAX_CONTENTS_BYTES = 4 * 1024 * 1024
 
 
 def install(formatter: Any) -> None:
@@ -125,7 +125,7 @@ def _seconds(file: Any) -> float | None:
         if size == 1:
             size = struct.unpack(">Q", file.read(8))[0] - 8
         if kind == b"moov":
-            contents = file.read(min(size - 8, _LARGEST_CONTENTS))
+            contents = file.read(min(size - 8, _MAX_CONTENTS_BYTES))
             at = contents.index(b"mvhd") + 4
             if contents[at] == 1:
                 scale, length = struct.unpack_from(">IQ", contents, at + 20)
@@ -145,7 +145,7 @@ def _drawn(drawing: str) -> bytes | None:
     size = _size(drawing)
     if (
         size is None
-        or len(drawing) > _LARGEST_DRAWING
+        or len(drawing) > _MAX_DRAWING_BYTES
         or importlib.util.find_spec("resvg_py") is None
     ):
         return None
@@ -195,7 +195,7 @@ def _size(drawing: str) -> tuple[int, int] | None:
     # The renderer keeps the proportions, so a line of a million pixels would be rendered as one.
     if not 0 < longest <= 1000 * shortest:
         return None
-    scale = min(1.0, _LONGEST_SIDE / longest)
+    scale = min(1.0, _MAX_SIDE_LENGTH / longest)
     return max(1, round(sides[0] * scale)), max(1, round(sides[1] * scale))
 
 
@@ -243,7 +243,7 @@ def _limit_child() -> None:
     os.dup2(nothing, 2)
     with open("/proc/self/statm") as file:
         held = int(file.read().split()[0]) * resource.getpagesize()
-    for kind, most in ((resource.RLIMIT_AS, held + _MOST_MEMORY), (resource.RLIMIT_CPU, _TIMEOUT)):
+    for kind, most in ((resource.RLIMIT_AS, held + _MAX_MEMORY), (resource.RLIMIT_CPU, _TIMEOUT)):
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(kind, (most, most))
 

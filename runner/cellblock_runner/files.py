@@ -16,12 +16,12 @@ from typing import Any
 
 # Limits on the entries (of any kind) and levels that are checked after each cell. Beyond them,
 # changes are not tracked.
-MOST_FOLLOWED = 1000
+MAX_FOLLOWED = 1000
 DEEPEST_FOLLOWED = 16
 # Limit on the entries (of any kind) that are checked for a list of files.
-MOST_LISTED = 100_000
+MAX_LISTED = 100_000
 # Limit on the entries in each list of a report.
-MOST_ENTRIES = 50
+MAX_ENTRIES = 50
 
 _CHUNK_SIZE = 1024 * 1024
 TEMPORARY = ".cellblock-upload-"
@@ -114,7 +114,7 @@ def listing(root: str, limit: int) -> tuple[list[dict[str, Any]], int]:
     """
     found: list[tuple[str, int]] = []
     unseen = 0
-    entries_left = MOST_LISTED
+    entries_left = MAX_LISTED
     folders = [(root, "", 0)]
     while folders:
         folder, prefix, depth = folders.pop()
@@ -224,7 +224,7 @@ class Upload:
 def snapshot(root: str) -> FolderState | None:
     """Returns the state of all files below `root`, or None if there are too many to track."""
     found: FolderState = {}
-    entries_left = MOST_FOLLOWED
+    entries_left = MAX_FOLLOWED
     folders = [(root, "", 0)]
     while folders:
         folder, prefix, depth = folders.pop()
@@ -269,10 +269,10 @@ def report(before: FolderState | None, after: FolderState | None) -> dict[str, A
     )
     deleted = sorted(path for path in before if path not in after)
     return {
-        "created": [{"path": path, "size": after[path][0]} for path in created[:MOST_ENTRIES]],
-        "changed": [{"path": path, "size": after[path][0]} for path in changed[:MOST_ENTRIES]],
-        "deleted": deleted[:MOST_ENTRIES],
-        "omitted": sum(max(0, len(paths) - MOST_ENTRIES) for paths in (created, changed, deleted)),
+        "created": [{"path": path, "size": after[path][0]} for path in created[:MAX_ENTRIES]],
+        "changed": [{"path": path, "size": after[path][0]} for path in changed[:MAX_ENTRIES]],
+        "deleted": deleted[:MAX_ENTRIES],
+        "omitted": sum(max(0, len(paths) - MAX_ENTRIES) for paths in (created, changed, deleted)),
     }
 
 

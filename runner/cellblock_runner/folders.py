@@ -22,8 +22,8 @@ from . import mappings
 from .descriptors import Identity, content_of, write_all
 
 # Limits on the entries that are kept for undo, and for a fork.
-MOST_KEPT = 10_000
-MOST_CARRIED = 100_000
+MAX_KEPT = 10_000
+MAX_CARRIED = 100_000
 
 # Files up to this size are read for a fork, larger ones mapped: a mapping costs at least two system
 # calls and a page fault.
@@ -67,7 +67,7 @@ def snapshot(root: str, previous: Tree | None, budget: int, mapped: Collection[I
     `previous` is the tree kept the last time. `mapped` lists files that are mapped as memory, which
     change without a new timestamp.
     """
-    tree = _walk(root, MOST_KEPT, is_strict=True)
+    tree = _walk(root, MAX_KEPT, is_strict=True)
     size = sum(node.signature[1] for node in tree.values() if node.kind == stat.S_IFREG)
     if size > budget:
         raise SnapshotError(
@@ -90,7 +90,7 @@ def snapshot_for_fork(root: str, kept: Tree | None) -> Tree:
     """Returns the tree below `root` for a fork that happens soon: small files are read, large ones
     mapped. Nodes of `kept` that have not changed are reused.
     """
-    tree = _walk(root, MOST_CARRIED, is_strict=False)
+    tree = _walk(root, MAX_CARRIED, is_strict=False)
     for path, node in tree.items():
         known = kept.get(path) if kept else None
         if known is not None and known.signature == node.signature:

@@ -32,7 +32,7 @@ from .threads import StoppedThreads
 
 # Libraries that keep threads of their own through a fork. Named in a report if loaded.
 _WITH_THREADS = ("polars", "torch", "tensorflow", "pyarrow", "duckdb", "sklearn", "numba", "jax")
-_LARGEST_THREAD_COUNT = 64
+_MAX_THREAD_COUNT = 64
 PF_EXITING = 0x4  # From <linux/sched.h>.
 
 # Limits of this kernel, by name. Each number once: RLIMIT_OFILE is an old name.
@@ -399,7 +399,7 @@ def _native_threads() -> int:
     if len(threads) - 1 <= _thread._count():
         return 0
     exiting = 0
-    for thread in threads[:_LARGEST_THREAD_COUNT]:
+    for thread in threads[:_MAX_THREAD_COUNT]:
         # A joined thread is visible until the kernel has removed it.
         try:
             with open(f"/proc/self/task/{thread}/stat", "rb", 0) as file:

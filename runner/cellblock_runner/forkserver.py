@@ -49,7 +49,7 @@ DEVICES = (
     "/dev/pts",
 )
 
-_LARGEST_ORDER = 1024 * 1024
+_MAX_ORDER_BYTES = 1024 * 1024
 # The oom_score_adj of interpreters, which are ended before the processes that serve all of them.
 OF_INTERPRETERS = 500
 # Beyond every number that the limit of a container allows.
@@ -115,7 +115,7 @@ def _wait_warm(orders: socket.socket, plan: dict[str, Any]) -> NoReturn:
     shell = warm_up(plan)
     orders.send(_write_json({"say": "warm", "environment": dict(os.environ)}).encode())
     while True:
-        message, descriptors, _, _ = _receive(orders, _LARGEST_ORDER, 3)
+        message, descriptors, _, _ = _receive(orders, _MAX_ORDER_BYTES, 3)
         if not message:
             _exit(0)
         order = _read_json(message)
@@ -190,7 +190,7 @@ def _wait_for_orders(signals: int) -> None:
     _keep_only(mine.detach())
     orders = _socket(fileno=_FIRST_FREE)
     while True:
-        message, descriptors, _, _ = _receive(orders, _LARGEST_ORDER, 3)
+        message, descriptors, _, _ = _receive(orders, _MAX_ORDER_BYTES, 3)
         if not message:
             _exit(0)
         order = _read_json(message)

@@ -10,7 +10,7 @@ from typing import Any
 
 # Limit on a frame, counted after its first four bytes. It bounds the memory that one side needs for
 # the other.
-LARGEST_FRAME = 32 * 1024 * 1024
+MAX_FRAME_BYTES = 32 * 1024 * 1024
 
 Header = dict[str, Any]
 
@@ -38,8 +38,8 @@ def encode(header: Header, payload: bytes = b"") -> bytes:
     """Returns one whole frame."""
     head = encode_header(header)
     length = 4 + len(head) + len(payload)
-    if length > LARGEST_FRAME:
-        raise FrameTooLarge(f"a frame of {length} bytes is larger than {LARGEST_FRAME}")
+    if length > MAX_FRAME_BYTES:
+        raise FrameTooLarge(f"a frame of {length} bytes is larger than {MAX_FRAME_BYTES}")
     return _lengths.pack(length, len(head)) + head + payload
 
 
@@ -62,7 +62,7 @@ class Decoder:
         if len(buffer) < 4:
             return None
         (length,) = _length.unpack_from(buffer)
-        if not 4 <= length <= LARGEST_FRAME:
+        if not 4 <= length <= MAX_FRAME_BYTES:
             raise BrokenFrame(f"a frame cannot have a length of {length}")
         if len(buffer) < 8:
             return None

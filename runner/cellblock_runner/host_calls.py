@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from .channel import Channel
-from .frames import LARGEST_FRAME, Header, encode_header
+from .frames import MAX_FRAME_BYTES, Header, encode_header
 from .interrupts import Gate
 from .streams import OutputStreams
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     import asyncio  # Not needed in a session that never awaits.
 
 # Leaves room for the parts of a frame besides its header.
-_LARGEST_CALL = LARGEST_FRAME - 1024
+_MAX_CALL_BYTES = MAX_FRAME_BYTES - 1024
 # A thread whose cell has ended notices within this many milliseconds.
 _END_CHECK_INTERVAL = 1000
 # Polling interval, in milliseconds, of a thread that reads other descriptors while another thread
@@ -276,7 +276,7 @@ class HostCalls:
             header = {**own, **members, **own}
             # Checked before the frame gets its sequence number: a frame that is announced and never
             # sent would stall the host.
-            if len(encode_header(header)) > _LARGEST_CALL:
+            if len(encode_header(header)) > _MAX_CALL_BYTES:
                 raise HostCallError("the call is too large")
             # A caller that sends many requests must take answers meanwhile. Otherwise both sides
             # could block on sending.

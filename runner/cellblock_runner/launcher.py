@@ -16,12 +16,12 @@ import socket
 from . import confine, forkserver, messages, mux_connection, poller, process_table, side_process
 from .process_table import Program, Slot
 
-_LARGEST_REPORT = 4096
+_MAX_REPORT_BYTES = 4096
 # Limits on an approved program's input, and on programs with pending input at a time.
-_LARGEST_INPUT = 1024 * 1024
-_MOST_INPUTS = 64
+_MAX_INPUT_BYTES = 1024 * 1024
+_MAX_INPUTS = 64
 # Pairs of pipes that sessions have handed over for programs and the host has not released.
-_MOST_PIPES = 64
+_MAX_PIPES = 64
 
 
 class Launcher:
@@ -44,7 +44,7 @@ class Launcher:
         """Keeps a program's output pipes and returns their number. Closes them if there are too
         many already.
         """
-        if len(self._pipes) >= _MOST_PIPES:
+        if len(self._pipes) >= _MAX_PIPES:
             for descriptor in descriptors:
                 os.close(descriptor)
             return None
@@ -58,9 +58,9 @@ class Launcher:
 
     def add_input(self, message: messages.Input) -> None:
         number, text = message
-        if number in self._inputs or len(self._inputs) < _MOST_INPUTS:
+        if number in self._inputs or len(self._inputs) < _MAX_INPUTS:
             taken = self._inputs.setdefault(number, bytearray())
-            if len(taken) + len(text) <= _LARGEST_INPUT:
+            if len(taken) + len(text) <= _MAX_INPUT_BYTES:
                 taken += text
 
     def discard_input(self, number: int) -> None:
@@ -122,7 +122,7 @@ class Launcher:
             self._table.end_strays()
 
     def _read_report(self, slot: Slot, subreaper: int, program: Program) -> None:
-        message = program.reports.recv(_LARGEST_REPORT)
+        message = program.reports.recv(_MAX_REPORT_BYTES)
         if not message:
             self.lose(slot, subreaper, program)
             return

@@ -24,7 +24,7 @@ from .descriptors import Identity, counted, write_all
 
 # Limit on the kept content of all areas together. Content beyond it is copied late, and may be
 # newer than the rest.
-LARGEST_KEPT = 8 * 1024 * 1024
+MAX_KEPT_BYTES = 8 * 1024 * 1024
 
 # From <linux/mman.h>, the same on every architecture; Python has no name for it.
 MAP_FIXED = 0x10
@@ -89,7 +89,7 @@ def save(
     Content that is kept elsewhere is skipped: that of the open files without a name in `nameless`,
     and of files of the work folder.
     """
-    room = LARGEST_KEPT
+    room = MAX_KEPT_BYTES
     kept = []
     for area in areas:
         is_elsewhere = area.identity in nameless or (

@@ -28,7 +28,7 @@ PROGRAM_PIPES = 5  # an interpreter; the number of a pair of pipes, and bytes of
 
 # Limit on the body of a frame. Data is split into far smaller pieces; only the plan of a session
 # comes near it.
-LARGEST_BODY = 1024 * 1024
+MAX_BODY_BYTES = 1024 * 1024
 # Pieces of this size keep a busy stream from delaying the others.
 PIECE = 32 * 1024
 
@@ -62,7 +62,7 @@ class Decoder:
         if len(buffer) < _head.size:
             return None
         kind, number, length = _head.unpack_from(buffer)
-        if length > LARGEST_BODY:
+        if length > MAX_BODY_BYTES:
             raise BrokenStream(f"a frame cannot have {length} bytes")
         end = _head.size + length
         if len(buffer) < end:

@@ -22,7 +22,7 @@ from . import messages, mux, poller
 _IN, _OUT = 0, 1
 _READ = 64 * 1024
 # Pipes of earlier cells that are still drained, so that leftover processes neither block nor die.
-_MOST_RETIRED = 16
+_MAX_RETIRED = 16
 # Pipes are numbered above interpreters, whose numbers the host chooses.
 _FIRST_PIPE = 1 << 31
 
@@ -247,7 +247,7 @@ class MuxConnection:
         for pipe in channel.pipes:
             pipe.retired = True
         retired = list(channel.pipes)
-        for pipe in retired[: max(0, len(retired) - _MOST_RETIRED)]:
+        for pipe in retired[: max(0, len(retired) - _MAX_RETIRED)]:
             channel.pipes.remove(pipe)
             self._drop(pipe)
         streams = []

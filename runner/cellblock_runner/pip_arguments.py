@@ -15,9 +15,9 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 # A larger file is not a list of requirements.
-_LARGEST_FILE = 1024 * 1024
+_MAX_FILE_BYTES = 1024 * 1024
 # Limit on requirements files that include each other.
-_MOST_FILES = 100
+_MAX_FILES = 100
 
 _python = re.compile(r"python(\d+(\.\d+)*)?")
 _pip = re.compile(r"pip(\d+(\.\d+)*)?")
@@ -245,8 +245,8 @@ class _Reading:
         if path in self.files:
             return  # Files may include each other.
         self.files.add(path)
-        if len(self.files) > _MOST_FILES:
-            raise Refused(f"there are more than {_MOST_FILES} requirements files")
+        if len(self.files) > _MAX_FILES:
+            raise Refused(f"there are more than {_MAX_FILES} requirements files")
         for line in _lines(_read(path, name)):
             self._take_line(line, os.path.dirname(path))
 
@@ -282,10 +282,10 @@ def _is_local(text: str) -> bool:
 def _read(path: str, name: str) -> str:
     try:
         with open(path, "rb") as file:
-            data = file.read(_LARGEST_FILE + 1)
+            data = file.read(_MAX_FILE_BYTES + 1)
     except OSError as cause:
         raise Refused(f"Could not open requirements file: {cause.strerror}: {name!r}") from None
-    if len(data) > _LARGEST_FILE:
+    if len(data) > _MAX_FILE_BYTES:
         raise Refused(f"{name}: the file is too large for a list of requirements")
     return data.decode("utf-8-sig", "replace")
 

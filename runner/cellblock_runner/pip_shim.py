@@ -30,12 +30,12 @@ from . import packages, pip_arguments, pip_commands
 
 # Low numbers belong to the script.
 _LOWEST_DESCRIPTOR = 500
-_LARGEST_MESSAGE = 192 * 1024
+_MAX_MESSAGE_BYTES = 192 * 1024
 # Interval, in milliseconds, for polling whether a shell has ended, if a process that it left behind
 # still holds the socket.
 _POLL_INTERVAL = 50
 # The kernel's limit on one argument is 128 KiB.
-_LARGEST_ARGUMENT = 120_000
+_MAX_ARGUMENT_BYTES = 120_000
 
 _CLIENT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "pip_client.py")
 _PRINT_SCRIPT = 'printf %s "$1"; printf %s "$2" >&2; exit "$3"'
@@ -98,7 +98,7 @@ class PipServer:
         """Answers one client. Returns False if there can be no more. Drops messages that are not
         from a client.
         """
-        message, descriptors, _, _ = socket.recv_fds(self._ours, _LARGEST_MESSAGE, 1)
+        message, descriptors, _, _ = socket.recv_fds(self._ours, _MAX_MESSAGE_BYTES, 1)
         if not message:
             return False
         # If an interrupt ends this, clients keep waiting and are ended with their shell. Otherwise
@@ -199,4 +199,4 @@ def arguments_of_process(args: Any, is_for_shell: bool) -> list[str] | None:
 
 def _as_argument(text: str) -> bytes:
     data = text.replace("\0", "").encode("utf-8", "replace")
-    return data if len(data) <= _LARGEST_ARGUMENT else data[:_LARGEST_ARGUMENT] + b"\n[...]\n"
+    return data if len(data) <= _MAX_ARGUMENT_BYTES else data[:_MAX_ARGUMENT_BYTES] + b"\n[...]\n"

@@ -15,10 +15,10 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 # More add no information, and each costs the reader.
-_MOST_TRACES = 20
-_MOST_AXES = 8
-_MOST_TEXTS = 5
-_LONGEST_TEXT = 100
+_MAX_TRACES = 20
+_MAX_AXES = 8
+_MAX_TEXTS = 5
+_MAX_TEXT_LENGTH = 100
 # Limit on the values of a list that are read. Numpy arrays are read completely.
 _VALUES_READ = 100_000
 
@@ -30,7 +30,7 @@ _DATA = (
 )  # fmt: skip
 
 # A larger figure is not sent; `write_json` writes it to a file.
-_LARGEST_SOURCE = 4 * 1024 * 1024
+_MAX_SOURCE_BYTES = 4 * 1024 * 1024
 _MIME = "application/vnd.plotly.v1+json"
 
 _NOTE = (
@@ -47,7 +47,7 @@ def bundles(figure: Any) -> Iterator[dict[str, Any]]:
         figure = Figure(figure)
     bundle = {"text/plain": f"{summary(figure)}\n{_NOTE}"}
     source = figure.to_json()
-    if len(source) <= _LARGEST_SOURCE:
+    if len(source) <= _MAX_SOURCE_BYTES:
         bundle[_MIME] = source
     yield bundle
 
@@ -58,17 +58,17 @@ def summary(figure: Any) -> str:
     title = _title(layout)
     traces = list(figure.data)
     lines = [f"Plotly figure{f': {title}' if title else ''}{'' if traces else ' without data'}"]
-    lines += [f"  {_trace(trace)}" for trace in traces[:_MOST_TRACES]]
-    if len(traces) > _MOST_TRACES:
-        lines.append(f"  … and {len(traces) - _MOST_TRACES} more traces")
-    axes = list(itertools.islice(_axes(layout), _MOST_AXES + 1))
-    lines += [f"  {axis}" for axis in axes[:_MOST_AXES]]
-    if len(axes) > _MOST_AXES:
+    lines += [f"  {_trace(trace)}" for trace in traces[:_MAX_TRACES]]
+    if len(traces) > _MAX_TRACES:
+        lines.append(f"  … and {len(traces) - _MAX_TRACES} more traces")
+    axes = list(itertools.islice(_axes(layout), _MAX_AXES + 1))
+    lines += [f"  {axis}" for axis in axes[:_MAX_AXES]]
+    if len(axes) > _MAX_AXES:
         lines.append("  … and more axes")
     notes = [_short(note.text) for note in layout.annotations if note.text]
     if notes:
-        more = f", … ({len(notes)} in all)" if len(notes) > _MOST_TEXTS else ""
-        lines.append(f"  annotations: {', '.join(notes[:_MOST_TEXTS])}{more}")
+        more = f", … ({len(notes)} in all)" if len(notes) > _MAX_TEXTS else ""
+        lines.append(f"  annotations: {', '.join(notes[:_MAX_TEXTS])}{more}")
     return "\n".join(lines)
 
 
@@ -126,8 +126,8 @@ def _values(values: Any) -> str:
     texts = list(dict.fromkeys(map(str, flat)))
     if texts and all(re.match(r"\d{4}-\d\d", text) for text in texts):
         return _between(min(texts), max(texts))
-    more = f", … ({len(texts)} different)" if len(texts) > _MOST_TEXTS else ""
-    return ", ".join(map(_short, texts[:_MOST_TEXTS])) + more
+    more = f", … ({len(texts)} different)" if len(texts) > _MAX_TEXTS else ""
+    return ", ".join(map(_short, texts[:_MAX_TEXTS])) + more
 
 
 def _flat(values: Iterable[Any]) -> Iterator[Any]:
@@ -190,4 +190,4 @@ def _title(holder: Any) -> str:
 
 def _short(text: Any) -> str:
     plain = " ".join(re.sub(r"<[^>]*>", " ", str(text)).split())
-    return plain if len(plain) <= _LONGEST_TEXT else plain[:_LONGEST_TEXT] + "…"
+    return plain if len(plain) <= _MAX_TEXT_LENGTH else plain[:_MAX_TEXT_LENGTH] + "…"

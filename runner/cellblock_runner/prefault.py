@@ -18,10 +18,10 @@ from collections.abc import Callable
 
 _PAGE = 4096
 # Mappings larger than this hold data, and cells write to different parts of it each time.
-_LARGEST_MAPPING = 64 * 1024 * 1024
+_MAX_MAPPING_BYTES = 64 * 1024 * 1024
 # Limit on the pages that are populated.
-_MOST_PAGES = 4096
-_LONGEST_RANGE = 256
+_MAX_PAGES = 4096
+_MAX_RANGE_LENGTH = 256
 # Number of pages between two checks for a waiting request: about 50 microseconds.
 _PAGES_PER_CHECK = 64
 # From this copy on, pages are inspected at every copy whose number is a multiple of it; before, at
@@ -83,16 +83,16 @@ def _written() -> list[tuple[int, int]]:
             (int(start, 16), int(end, 16), name) for start, end, name in _line.findall(file.read())
         ]
     ranges = []
-    left = _MOST_PAGES
+    left = _MAX_PAGES
     with open("/proc/self/pagemap", "rb", buffering=0) as entries:
         for start, end, name in mappings:
-            if end - start > _LARGEST_MAPPING or name == b"[stack]":
+            if end - start > _MAX_MAPPING_BYTES or name == b"[stack]":
                 continue
             entries.seek(start // _PAGE * 8)
             private = entries.read((end - start) // _PAGE * 8)[7::8].translate(_PRIVATE)
             for run in _runs.finditer(private):
                 length = run.end() - run.start()
-                if length <= min(_LONGEST_RANGE, left):
+                if length <= min(_MAX_RANGE_LENGTH, left):
                     ranges.append((start + run.start() * _PAGE, length * _PAGE))
                     left -= length
     return ranges

@@ -28,12 +28,12 @@ EPOLL_CTL_ADD = 1
 EFD_SEMAPHORE = 1
 F_SETPIPE_SZ, F_GETPIPE_SZ = 1031, 1032
 # Limit on the content of a pipe, in bytes, which is inspected without consuming it.
-_LARGEST_CONTENT = 1024 * 1024
+_MAX_CONTENT_BYTES = 1024 * 1024
 SPLICE_F_NONBLOCK = 2
 # Limit on the unread data of one socket. A socket with more is not recreated.
-_LARGEST_WAITING = 1024 * 1024
+_MAX_WAITING_BYTES = 1024 * 1024
 SO_PEEK_OFF = 42
-_MOST_PAIRS = 4096
+_MAX_PAIRS = 4096
 _SECOND = 1_000_000_000
 
 _library = ctypes.CDLL(None, use_errno=True)
@@ -101,7 +101,7 @@ def track_socket_pairs() -> None:
     @functools.wraps(original)
     def socketpair(*arguments: Any, **options: Any) -> tuple[socket.socket, socket.socket]:
         one, other = original(*arguments, **options)
-        if one.family == socket.AF_UNIX and len(_tracked_pairs) < 2 * _MOST_PAIRS:
+        if one.family == socket.AF_UNIX and len(_tracked_pairs) < 2 * _MAX_PAIRS:
             first, second = (os.fstat(each.fileno()).st_ino for each in (one, other))
             _tracked_pairs[first], _tracked_pairs[second] = second, first
         return one, other
@@ -293,7 +293,7 @@ class Restorer:
 def _unread(view: socket.socket) -> tuple[bytes, ...] | None:
     """Returns the unread data of a socket without consuming it. Returns None if it is too much."""
     messages: list[bytes] = []
-    room = _LARGEST_WAITING
+    room = _MAX_WAITING_BYTES
     try:
         # Each peek begins where the last one ended.
         view.setsockopt(socket.SOL_SOCKET, SO_PEEK_OFF, 0)
@@ -373,7 +373,7 @@ def _content(reading: int) -> bytes | None:
     unread = int(struct.unpack("i", fcntl.ioctl(reading, termios.FIONREAD, bytes(4)))[0])
     if not unread:
         return b""
-    if unread > _LARGEST_CONTENT:
+    if unread > _MAX_CONTENT_BYTES:
         return None
     out, into = os.pipe()
     try:

@@ -53,15 +53,15 @@ from .processes import read_command, run_command
 from .variables import size_of
 
 # Tracebacks are for reading. The beginning shows the location, the end shows the error.
-LARGEST_TRACEBACK = 200_000
+MAX_TRACEBACK_BYTES = 200_000
 # Number of cells whose source is kept, for tracebacks through functions defined long ago.
 _KEPT_CELLS = 1000
 # `Out` keeps this many results, and none above this size: a result without a name should not fill
 # the memory.
 _KEPT_RESULTS = 20
-_LARGEST_KEPT_RESULT = 1024 * 1024
+_MAX_KEPT_RESULT_BYTES = 1024 * 1024
 # Longer tracebacks are formatted by Python's own `traceback` module.
-_MOST_FRAMES = 100
+_MAX_FRAMES = 100
 
 _RUNNER_FOLDER = os.path.dirname(__file__) + os.sep
 _colour_codes = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
@@ -148,7 +148,7 @@ class ValueHook(DisplayHook):
     @staticmethod
     def _if_small(value: Any) -> Any:
         size = size_of(value)
-        return value if size is not None and size <= _LARGEST_KEPT_RESULT else ""
+        return value if size is not None and size <= _MAX_KEPT_RESULT_BYTES else ""
 
 
 class Publisher(DisplayPublisher):
@@ -765,9 +765,9 @@ def _holds_group(error: BaseException | None) -> bool:
 
 def _is_long(trace: TracebackType | None) -> bool:
     length = 0
-    while trace is not None and length < _MOST_FRAMES:
+    while trace is not None and length < _MAX_FRAMES:
         trace, length = trace.tb_next, length + 1
-    return length >= _MOST_FRAMES
+    return length >= _MAX_FRAMES
 
 
 def _plain(text: str) -> str:
@@ -775,9 +775,9 @@ def _plain(text: str) -> str:
 
 
 def _cut(text: str) -> str:
-    if len(text) <= LARGEST_TRACEBACK:
+    if len(text) <= MAX_TRACEBACK_BYTES:
         return text
-    head = LARGEST_TRACEBACK // 3
-    tail = LARGEST_TRACEBACK - head
+    head = MAX_TRACEBACK_BYTES // 3
+    tail = MAX_TRACEBACK_BYTES - head
     left_out = len(text) - head - tail
     return f"{text[:head]}\n[… {left_out} characters left out …]\n{text[-tail:]}"

@@ -17,7 +17,7 @@ from typing import Any
 # Besides names with two underscores: IPython's earlier results and inputs.
 _IPYTHON_NAMES = re.compile(r"__|_(i*|\d+|i\d+|[iod]h)$")
 # Limit on the names of omitted values.
-_MOST_OMITTED = 100
+_MAX_OMITTED = 100
 # The JSON overhead of a name and a value.
 _ENTRY_OVERHEAD = 8
 
@@ -47,7 +47,7 @@ def state(namespace: dict[str, Any], request: dict[str, Any]) -> str:
         entries[name] = text
     members = [f"{json.dumps(name)}: {text}" for name, text in entries.items()]
     if omitted:
-        members.append(f'"__omitted__": {json.dumps(omitted[:_MOST_OMITTED])}')
+        members.append(f'"__omitted__": {json.dumps(omitted[:_MAX_OMITTED])}')
     return f"{{{', '.join(members)}}}"
 
 

@@ -41,7 +41,7 @@ from .interrupts import Gate
 # Text without a newline is written at this size at the latest.
 _BUFFER_SIZE = 8192
 # Limit on late text, in characters: far more than one reply shows, far less than memory.
-_LARGEST_LATE = 65536
+_MAX_LATE_BYTES = 65536
 # Fixed numbers of the private write ends: high, because programs tend to choose low numbers
 # themselves.
 _PRIVATE_DESCRIPTORS = (CHANNEL_DESCRIPTOR + 1, CHANNEL_DESCRIPTOR + 2)
@@ -62,7 +62,7 @@ _is_own_fork = False
 class LateText:
     """Text that belongs to no open cell. Drops the oldest first, and counts it."""
 
-    def __init__(self, limit: int = _LARGEST_LATE) -> None:
+    def __init__(self, limit: int = _MAX_LATE_BYTES) -> None:
         self._limit = limit
         self._pieces: deque[str] = deque()
         self._size = 0

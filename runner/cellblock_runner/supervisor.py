@@ -31,11 +31,11 @@ from .mux_connection import MuxConnection, received_descriptors
 from .poller import Poller
 from .process_table import Checkpoint, Interpreter, ProcessTable, Slot
 
-_LARGEST_REPORT = 4096
+_MAX_REPORT_BYTES = 4096
 # The greeting of the warm process includes its environment.
-_LARGEST_GREETING = 1024 * 1024
+_MAX_GREETING_BYTES = 1024 * 1024
 # No process id and no status is larger.
-_LARGEST_NUMBER = (1 << 31) - 1
+_MAX_NUMBER = (1 << 31) - 1
 # The oom_score_adj of checkpoints, which go first when memory runs out.
 _OF_CHECKPOINTS = 900
 
@@ -207,7 +207,7 @@ class Supervisor:
         interpreter, theirs = self._prepare(slot, request["interpreter"], b"u")
         _send_order(checkpoint.orders, {"work": None}, theirs)
         checkpoint.orders.settimeout(process_table.DRAIN_TIMEOUT)
-        message = checkpoint.orders.recv(_LARGEST_REPORT)
+        message = checkpoint.orders.recv(_MAX_REPORT_BYTES)
         checkpoint.orders.settimeout(None)
         if not message:
             raise OSError("the checkpoint has ended")
@@ -286,7 +286,7 @@ class Supervisor:
         self._poller.listen(ours.fileno(), self._read_warm)
 
     def _read_warm(self) -> None:
-        message = self._orders.recv(_LARGEST_GREETING)
+        message = self._orders.recv(_MAX_GREETING_BYTES)
         if message:
             if self._refuses_programs and confine.count_of_filters(
                 self._table.warm
@@ -308,7 +308,7 @@ class Supervisor:
         self, reports: socket.socket, interpreter: Interpreter, request: int
     ) -> None:
         message, ancillary, _, _ = reports.recvmsg(
-            _LARGEST_REPORT, socket.CMSG_SPACE(_credentials.size)
+            _MAX_REPORT_BYTES, socket.CMSG_SPACE(_credentials.size)
         )
         slot = interpreter.slot
         subreaper = next(
@@ -349,7 +349,7 @@ class Supervisor:
         while interpreter.status is None and time.monotonic() < deadline:
             reports.settimeout(0.05)
             try:
-                message = reports.recv(_LARGEST_REPORT)
+                message = reports.recv(_MAX_REPORT_BYTES)
             except (TimeoutError, OSError):
                 continue
             finally:
@@ -370,7 +370,7 @@ class Supervisor:
     def _read_copy(self, interpreter: Interpreter) -> None:
         """Handles the handshake of a checkpoint, or of a process that claims to be one."""
         message, ancillary, _, _ = interpreter.copies.recvmsg(
-            _LARGEST_REPORT,
+            _MAX_REPORT_BYTES,
             socket.CMSG_SPACE(_credentials.size) + socket.CMSG_SPACE(8 * array.array("i").itemsize),
         )
         descriptors = received_descriptors(ancillary)
@@ -429,7 +429,7 @@ class Supervisor:
     def _reap(self, wake_reader: int) -> None:
         """Reaps ended children. The sockets identify them."""
         try:
-            os.read(wake_reader, _LARGEST_REPORT)
+            os.read(wake_reader, _MAX_REPORT_BYTES)
         except BlockingIOError:
             pass
         try:
@@ -487,7 +487,7 @@ def _numbers(message: bytes) -> dict[str, int]:
     return {
         name: value
         for name, value in report.items()
-        if type(value) is int and 0 <= value <= _LARGEST_NUMBER
+        if type(value) is int and 0 <= value <= _MAX_NUMBER
     }
 
 

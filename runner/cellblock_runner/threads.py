@@ -92,9 +92,9 @@ _R10, _RDI, _RSI, _RAX, _RIP = 56, 104, 112, 144, 168
 _INTERRUPTED = 2**64 - errno.EINTR
 
 # The GIL is in a structure of at most this size.
-_LARGEST_RUNTIME = 1024 * 1024
+_MAX_RUNTIME_BYTES = 1024 * 1024
 # Within the C library's thread descriptor, which begins at the thread pointer.
-_LARGEST_DESCRIPTION = 0x700
+_MAX_DESCRIPTION_BYTES = 0x700
 _ROBUST_AFTER_NUMBER = 16
 
 # How long threads may take to stop: until the machine has scheduled each of them.
@@ -268,7 +268,7 @@ class _MachineCode:
     def is_waiting(self, slot: Slot) -> bool:
         """Reports whether a thread waited in a system call, and not for the GIL."""
         rdi, rax, rip = _registers(slot, _RDI, _RAX, _RIP)
-        if 0 <= rdi - self._runtime < _LARGEST_RUNTIME:
+        if 0 <= rdi - self._runtime < _MAX_RUNTIME_BYTES:
             return False
         if ctypes.string_at(rip, 2) == _SYSCALL_INSTRUCTION:
             return rax in _WAITING
@@ -362,7 +362,7 @@ def _registers(slot: Slot, *offsets: int) -> list[int]:
 def _find_number(pointer: int) -> int:
     """Finds the offset at which the C library stores a thread's id, by its value."""
     number = threading.get_native_id()
-    words = (ctypes.c_uint32 * (_LARGEST_DESCRIPTION // 4)).from_address(pointer)
+    words = (ctypes.c_uint32 * (_MAX_DESCRIPTION_BYTES // 4)).from_address(pointer)
     for index in range(0, len(words) - 8, 2):
         offset = 4 * index
         if words[index] != number:

@@ -27,7 +27,7 @@ FOLDER = "mcptools"
 _INDEX = "__init__.py"
 _RECORD = ".generated"
 # Names and digests of a thousand tools fit.
-_LARGEST_RECORD = 1024 * 1024
+_MAX_RECORD_BYTES = 1024 * 1024
 
 
 class Delivery:
@@ -224,7 +224,7 @@ def _put(folder: int, name: str, data: bytes) -> None:
 def _record(folder: int) -> dict[str, str]:
     """Returns names and digests of the files written earlier, as far as they are readable."""
     try:
-        record = json.loads(_read(folder, _RECORD, _LARGEST_RECORD) or b"{}")
+        record = json.loads(_read(folder, _RECORD, _MAX_RECORD_BYTES) or b"{}")
     except ValueError:
         return {}
     if not isinstance(record, dict):

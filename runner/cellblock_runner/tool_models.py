@@ -40,12 +40,12 @@ from .tool_modules import stamp
 # The context passed to `model_dump` when its result goes to a server.
 _SENDING = {"cellblock": "sending"}
 # The largest integer that every JSON parser reads exactly.
-_LARGEST_SAFE = 2**53
+_MAX_SAFE_INTEGER = 2**53
 # JSON parsers have limits of their own; the host's is 128 levels, some of which belong to the
 # frame.
-_MOST_LEVELS = 100
+_MAX_LEVELS = 100
 _TOO_DEEP = (
-    f"the arguments are nested more than {_MOST_LEVELS} levels deep;"
+    f"the arguments are nested more than {_MAX_LEVELS} levels deep;"
     " send a flatter value, or JSON in a text"
 )
 
@@ -336,7 +336,7 @@ def _untyped() -> TypeAdapter[dict[str, Any]]:
     return TypeAdapter(dict[str, Any], config=ConfigDict(ser_json_inf_nan="constants"))
 
 
-def _as_json(value: Any, levels: int = _MOST_LEVELS) -> Any:
+def _as_json(value: Any, levels: int = _MAX_LEVELS) -> Any:
     """Converts whole numbers to integers (`5.0` to `5`, which is the same in JSON), and rejects
     values that JSON does not have or that are too deep.
     """
@@ -349,5 +349,5 @@ def _as_json(value: Any, levels: int = _MOST_LEVELS) -> Any:
     if isinstance(value, float):
         if not math.isfinite(value):
             raise ValueError(f"JSON has no number {value}")
-        return int(value) if value.is_integer() and abs(value) < _LARGEST_SAFE else value
+        return int(value) if value.is_integer() and abs(value) < _MAX_SAFE_INTEGER else value
     return value

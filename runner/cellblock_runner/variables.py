@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 # Limit on the entries in each list of a report. More are better queried explicitly.
-MOST_ENTRIES = 50
+MAX_ENTRIES = 50
 
 # Containers up to this length are compared element by element, by identity.
 _SMALL = 32
@@ -83,10 +83,10 @@ def report(before: Snapshot, after: Snapshot, namespace: Mapping[Any, Any]) -> d
     ]
     deleted = [name for name in before if name not in after]
     return {
-        "created": [describe(name, namespace.get(name)) for name in created[:MOST_ENTRIES]],
-        "changed": [describe(name, namespace.get(name)) for name in changed[:MOST_ENTRIES]],
-        "deleted": deleted[:MOST_ENTRIES],
-        "omitted": sum(max(0, len(names) - MOST_ENTRIES) for names in (created, changed, deleted)),
+        "created": [describe(name, namespace.get(name)) for name in created[:MAX_ENTRIES]],
+        "changed": [describe(name, namespace.get(name)) for name in changed[:MAX_ENTRIES]],
+        "deleted": deleted[:MAX_ENTRIES],
+        "omitted": sum(max(0, len(names) - MAX_ENTRIES) for names in (created, changed, deleted)),
     }
 
 

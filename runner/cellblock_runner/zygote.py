@@ -21,7 +21,7 @@ import types
 from typing import Any, NoReturn
 
 _SOCKET = 3
-_LARGEST_PLAN = 160 * 1024
+_MAX_PLAN_BYTES = 160 * 1024
 # Objects whose addresses agree above this many bits are in the same part of memory: half an arena
 # of Python's allocator at its smallest size.
 _REGION_BITS = 17
@@ -44,7 +44,7 @@ _FRESH_UNRESTRICTED = b"o"
 def main() -> NoReturn:
     """Warms up, parks, and in each copy serves a session."""
     warden = socket.socket(fileno=_SOCKET)
-    plan = json.loads(warden.recv(_LARGEST_PLAN))
+    plan = json.loads(warden.recv(_MAX_PLAN_BYTES))
     if not plan["quick"]:
         _keep_blocks_in_heap(True)
     # Imports leave no garbage; collecting would cost a tenth of the startup time.
@@ -57,7 +57,7 @@ def main() -> NoReturn:
     gc.enable()
     objects = [] if plan["quick"] else _object_addresses()
     warden.send(json.dumps({"say": "warm", "objects": objects}).encode())
-    message = warden.recv(_LARGEST_PLAN)
+    message = warden.recv(_MAX_PLAN_BYTES)
     if not message:
         sys.exit(0)  # The warden is gone.
     if json.loads(message).get("do") != "park":

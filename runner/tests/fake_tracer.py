@@ -97,7 +97,8 @@ def _become_copy(order: dict[str, Any], channel: int, folders: list[str]) -> Non
 
 
 def _reset_limits(limits: dict[int, tuple[int, int]], niceness: int) -> None:
-    """Gives a copy the limits and the priority of a fresh session, as far as a test may raise them."""
+    """Gives a copy the limits and the priority of a fresh session, as far as a test may raise
+    them."""
     for number, limit in limits.items():
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(number, limit)

@@ -72,8 +72,8 @@ class Result:
 
     @property
     def order(self) -> list[str]:
-        """Returns the cell as one readable list: 'out:…', 'err:…', and the text/plain of displays and the
-        value.
+        """Returns the cell as one readable list: 'out:…', 'err:…', and the text/plain of displays
+        and the value.
         """
         short: list[str] = []
         for event in self.events:
@@ -382,7 +382,8 @@ class Runner:
         if commands:
             self.outlets[commands[-1]["ask"]] = descriptors
         else:
-            # Everything before this frame has been read: the old pipes have no more output of cells.
+            # Everything before this frame has been read: the old pipes have no more output of
+            # cells.
             self._drop_pipes()
             self._pipes = descriptors
 

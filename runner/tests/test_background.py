@@ -1,4 +1,5 @@
-"""Tasks of the event loop between cells: they continue as in a notebook, and requests are answered."""
+"""Tasks of the event loop between cells: they continue as in a notebook, and requests are
+answered."""
 
 from __future__ import annotations
 

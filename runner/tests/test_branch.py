@@ -125,8 +125,8 @@ class Undoing(BranchTest):
 
     def test_an_interrupt_reaches_a_copy(self) -> None:
         copy = self.undo()
-        # Python does not notice a signal that arrives just before it begins to sleep, so no sleep is
-        # long.
+        # Python does not notice a signal that arrives just before it begins to sleep, so no sleep
+        # is long.
         copy.begin("print('on')\nimport time\nwhile True: time.sleep(0.01)")
         self.assertEqual(
             copy.finish(watch=copy.interrupt_when("on")).error["name"], "KeyboardInterrupt"
@@ -983,8 +983,8 @@ class Forking(BranchTest):
         checkpoint = fork.branch()
         self.run_ok(fork, "open('a', 'w').write('b'); open('new', 'w').close()")
         self.assertEqual(sorted(os.listdir(fork.seen(fork.workdir))), ["a", "new"])
-        # `fake_tracer` forks each copy from the suspended process, which is not in the mounts of the
-        # fork.
+        # `fake_tracer` forks each copy from the suspended process, which is not in the mounts of
+        # the fork.
         copy = checkpoint.spawn(b"u")
         self.assertEqual(sorted(os.listdir(copy.seen(copy.workdir))), ["a"])
 

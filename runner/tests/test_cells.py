@@ -731,8 +731,8 @@ class Control(unittest.TestCase):
         self.runner = Runner()
 
     def test_code_that_catches_one_interrupt_is_ended_by_another(self) -> None:
-        # Two interrupts within a few milliseconds count as one, so the cell reports when that time has
-        # passed.
+        # Two interrupts within a few milliseconds count as one, so the cell reports when that time
+        # has passed.
         self.runner.begin(
             "import time\ntry:\n  print('ready')\n  while True: pass\n"
             "except KeyboardInterrupt: caught = time.monotonic()\n"

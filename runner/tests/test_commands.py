@@ -1,4 +1,5 @@
-"""Commands: a session whose programs the host starts, and a host that does so, refuses, or is slow."""
+"""Commands: a session whose programs the host starts, and a host that does so, refuses, or is
+slow."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import json
 import unittest
 from pathlib import Path
 
-from cellblock_runner.frames import LARGEST_FRAME, BrokenFrame, Decoder, FrameTooLarge, encode
+from cellblock_runner.frames import MAX_FRAME_BYTES, BrokenFrame, Decoder, FrameTooLarge, encode
 
 GOLDEN = Path(__file__).resolve().parent.parent / "frames"
 
@@ -72,11 +72,11 @@ class Codec(unittest.TestCase):
 
     def test_a_length_that_is_too_large_is_refused_before_its_bytes_arrive(self) -> None:
         decoder = Decoder()
-        decoder.feed((LARGEST_FRAME + 1).to_bytes(4, "big"))
+        decoder.feed((MAX_FRAME_BYTES + 1).to_bytes(4, "big"))
         self.assertRaises(BrokenFrame, decoder.next)
 
     def test_the_largest_frame_passes_and_one_byte_more_does_not(self) -> None:
-        room = LARGEST_FRAME - 4 - len(b'{"type":"x"}')
+        room = MAX_FRAME_BYTES - 4 - len(b'{"type":"x"}')
         decoder = Decoder()
         decoder.feed(encode({"type": "x"}, bytes(room)))
         frame = decoder.next()

@@ -43,10 +43,12 @@ def told(spec):
     loader = spec.loader
     place = None
     if loader:
-        place = (type(loader).__name__, getattr(loader, "name", None), getattr(loader, "path", None))
+        name, path = getattr(loader, "name", None), getattr(loader, "path", None)
+        place = (type(loader).__name__, name, path)
     folders = spec.submodule_search_locations
     return [spec.name, place, spec.origin, spec.cached, spec.parent, spec.has_location,
-            spec.loader_state, None if folders is None else list(folders), getattr(spec, "_initializing", None)]
+            spec.loader_state, None if folders is None else list(folders),
+            getattr(spec, "_initializing", None)]
 def told_of(module):
     loader = getattr(module, "__loader__", None)
     names = ("__name__", "__file__", "__cached__", "__package__", "__doc__")

@@ -33,10 +33,10 @@ class MuxTest(unittest.TestCase):
             return bytes([mux.DATA]) + (1).to_bytes(4, "big") + length.to_bytes(4, "big")
 
         decoder = mux.Decoder()
-        decoder.feed(head(mux.LARGEST_BODY))
+        decoder.feed(head(mux.MAX_BODY_BYTES))
         self.assertIsNone(decoder.next())  # control: the largest that may come
         decoder = mux.Decoder()
-        decoder.feed(head(mux.LARGEST_BODY + 1))
+        decoder.feed(head(mux.MAX_BODY_BYTES + 1))
         with self.assertRaises(mux.BrokenStream):
             decoder.next()
 

@@ -1119,7 +1119,8 @@ def _said(result: Result) -> str:
 
 
 def _end(copy: Copy) -> None:
-    """Ends a copy and all processes that it has started, as a sandbox does. Calling it twice is allowed."""
+    """Ends a copy and all processes that it has started, as a sandbox does. Calling it twice is
+    allowed."""
     ended = [copy.number] if copy._channel.fileno() >= 0 else []
     processes = []
     for number in ended:

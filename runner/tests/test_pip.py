@@ -1,4 +1,5 @@
-"""Pip in cells: the ways in which models install packages, with a host that acts as the installer."""
+"""Pip in cells: the ways in which models install packages, with a host that acts as the
+installer."""
 
 from __future__ import annotations
 

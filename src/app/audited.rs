@@ -33,7 +33,7 @@ use crate::telemetry::{self, Metrics};
 /// reported again: the last few.
 const RECENT_EXECUTIONS: usize = 1_000;
 /// Number of sessions remembered as recorded. Sessions beyond it count as new again.
-const MOST_SEEN: usize = 10_000;
+const MAX_SEEN: usize = 10_000;
 
 /// Sessions with an audit log. Cheap to clone.
 #[derive(Clone)]
@@ -173,7 +173,7 @@ impl AuditRecorder {
     fn met(&self, owner: &Principal, id: &SessionId, copy_of: Option<&SessionId>) {
         {
             let mut recorded_ids = self.recorded_ids();
-            if recorded_ids.sessions.len() >= MOST_SEEN {
+            if recorded_ids.sessions.len() >= MAX_SEEN {
                 recorded_ids.sessions.clear();
             }
             if !recorded_ids.sessions.insert((owner.clone(), id.clone())) {

@@ -253,10 +253,10 @@ fn with_likely_names(mut error: clap::Error) -> clap::Error {
 /// Returns whether `typed` may be a misspelling of `name`: at most one typing mistake per three
 /// letters, or one is a prefix of the other.
 fn is_likely(typed: &str, name: &str) -> bool {
-    const LEAST_COMMON: usize = 3;
+    const MIN_COMMON: usize = 3;
     let shorter = typed.len().min(name.len());
     let mistakes = strsim::damerau_levenshtein(typed, name);
-    let goes_on = shorter >= LEAST_COMMON && (typed.starts_with(name) || name.starts_with(typed));
+    let goes_on = shorter >= MIN_COMMON && (typed.starts_with(name) || name.starts_with(typed));
     goes_on || mistakes <= (shorter / 3).max(1)
 }
 

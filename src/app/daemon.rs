@@ -31,7 +31,7 @@ use crate::ops::{self, Host, HostExt};
 use crate::session::{LimitSetup, Principal, Refused};
 
 /// A configuration file with all its environments has a few kilobytes.
-const LARGEST_HAND_OVER: u64 = 16 << 20;
+const MAX_HAND_OVER_BYTES: u64 = 16 << 20;
 
 /// Timeout for the daemon's status when a server stops. The daemon answers from memory.
 const STATUS_TIMEOUT: Duration = Duration::from_secs(2);
@@ -193,7 +193,7 @@ pub(super) fn inherit() -> anyhow::Result<InheritedState> {
     let mut bytes = Vec::new();
     std::io::stdin()
         .lock()
-        .take(LARGEST_HAND_OVER)
+        .take(MAX_HAND_OVER_BYTES)
         .read_to_end(&mut bytes)
         .context("no settings were handed over")?;
     let settings = rmp_serde::from_slice(&bytes)

@@ -197,12 +197,12 @@ fn carry_out(arguments: Arguments) -> anyhow::Result<ExitCode> {
     });
     // A pending read of standard input must not keep the process alive.
     runtime.shutdown_background();
-    telemetry.shut_down(LONGEST_FLUSH);
+    telemetry.shut_down(MAX_FLUSH_TIME);
     status
 }
 
 /// Timeout for flushing the last spans to the collector when the process stops.
-const LONGEST_FLUSH: Duration = Duration::from_secs(3);
+const MAX_FLUSH_TIME: Duration = Duration::from_secs(3);
 
 /// Opens the audit log of the settings, if there is one.
 fn open_audit(settings: &Settings) -> anyhow::Result<Audit> {

@@ -27,7 +27,7 @@ use crate::session::{Hidden, InsidePath, Part, Refused, Sessions, Status, Stream
 const TOOLS_INSIDE: &str = "/opt/cellblock/tools";
 /// Output limit of an installer's cell. The output is machine-readable, so it must not be
 /// truncated.
-const MOST_PRINTED: usize = 16 << 20;
+const MAX_PRINTED: usize = 16 << 20;
 /// Grace period between the installation of a package and its use by the session.
 const DELIVERY_GRACE: Duration = Duration::from_secs(60);
 /// Ports of package indexes without an explicit port, and of most file hosts.
@@ -457,7 +457,7 @@ impl BuildSandbox for HiddenSession {
     async fn run(&mut self, code: &str, time: Duration) -> Result<String, PackageError> {
         let outcome = self
             .0
-            .execute(code, time, MOST_PRINTED)
+            .execute(code, time, MAX_PRINTED)
             .await
             .map_err(broken)?;
         match outcome.status {

@@ -24,9 +24,9 @@ use crate::session::{
 };
 
 /// A terminal shows everything; this only keeps a runaway loop from filling memory.
-const MOST_CHARS: usize = 50_000_000;
+const MAX_CHARS: usize = 50_000_000;
 /// The largest file copied out of the sandbox.
-const LARGEST_FILE: u64 = 1 << 30;
+const MAX_FILE_BYTES: u64 = 1 << 30;
 
 /// Executes the command.
 pub(super) async fn execute(
@@ -59,7 +59,7 @@ async fn carry_out(
     let request = ExecuteRequest {
         code,
         timeout: settings.timeout,
-        max_output_chars: MOST_CHARS,
+        max_output_chars: MAX_CHARS,
         asking: Approver::Nobody,
         rules: None,
         recorder: Default::default(),
@@ -208,7 +208,7 @@ async fn keep_files(
             .await
             .with_context(|| format!("could not save {}", target.display()))?;
         match sessions
-            .read_file(owner, session, &path, LARGEST_FILE, &mut sink)
+            .read_file(owner, session, &path, MAX_FILE_BYTES, &mut sink)
             .await
         {
             Ok(_) => say(format_args!("[file saved as {}]", target.display())),

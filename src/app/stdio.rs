@@ -16,11 +16,11 @@ use crate::mcp::{self, Front, HostFiles};
 use crate::telemetry::{Health, Metrics};
 
 /// The largest file that `upload_file` and `download_file` copy.
-const LARGEST_FILE: u64 = 1 << 30;
+const MAX_FILE_BYTES: u64 = 1 << 30;
 
 /// Serves until the client closes standard input or a signal asks the server to stop.
 pub(super) async fn serve(settings: Settings) -> anyhow::Result<ExitCode> {
-    let files = HostFiles::new(&settings.allowed_dirs, LARGEST_FILE)
+    let files = HostFiles::new(&settings.allowed_dirs, MAX_FILE_BYTES)
         .context("an allowed directory cannot be used")?;
     let audit = open_audit(&settings)?;
     audit.record(Event::new(ServerStarted {

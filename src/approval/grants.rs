@@ -8,7 +8,7 @@ use super::shown::visible;
 use super::{Fingerprint, PolicyRule, Subject};
 
 /// Limit of grants per session. Beyond it, the person is asked again.
-const MOST_HELD: usize = 1000;
+const MAX_HELD: usize = 1000;
 
 /// What a grant beyond a single use covers.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
@@ -107,7 +107,7 @@ pub struct SessionGrants(BTreeSet<PermissionScope>);
 impl SessionGrants {
     pub fn allow(&mut self, subject: &Subject) {
         for scope in PermissionScope::of(subject) {
-            if self.0.len() < MOST_HELD {
+            if self.0.len() < MAX_HELD {
                 self.0.insert(scope);
             }
         }
@@ -121,7 +121,7 @@ impl SessionGrants {
 
     /// Takes over the grants of another session.
     pub fn inherit(&mut self, other: &SessionGrants) {
-        let room = MOST_HELD.saturating_sub(self.0.len());
+        let room = MAX_HELD.saturating_sub(self.0.len());
         self.0.extend(other.0.iter().take(room).cloned());
     }
 
@@ -282,8 +282,8 @@ mod tests {
     #[test]
     fn a_session_holds_so_many_permissions_and_its_forks_have_the_same() {
         let mut memory = SessionGrants::default();
-        (0..=MOST_HELD).for_each(|number| memory.allow(&shell(&number.to_string())));
-        assert!(memory.covers(&shell("0")) && !memory.covers(&shell(&MOST_HELD.to_string())));
+        (0..=MAX_HELD).for_each(|number| memory.allow(&shell(&number.to_string())));
+        assert!(memory.covers(&shell("0")) && !memory.covers(&shell(&MAX_HELD.to_string())));
         let mut fork = SessionGrants::default();
         fork.inherit(&memory);
         assert_eq!(fork, memory);

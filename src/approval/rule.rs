@@ -21,7 +21,7 @@ use super::shown::quoted;
 use super::{BadPattern, Effect, Pattern, Policy, Subject};
 
 /// Limit of rules in one registration.
-const MOST_REGISTERED: usize = 100;
+const MAX_REGISTERED: usize = 100;
 
 /// An effect and the subjects it applies to.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -83,7 +83,7 @@ pub enum BadRule {
     NotItsTools,
     #[error("`fingerprint` must be 64 hexadecimal digits")]
     Fingerprint,
-    #[error("{0} rules are too many; a registration may carry {MOST_REGISTERED}")]
+    #[error("{0} rules are too many; a registration may carry {MAX_REGISTERED}")]
     TooMany(usize),
 }
 
@@ -243,7 +243,7 @@ pub fn registered_rules(server: &str, written: &Value) -> Result<Vec<PolicyRule>
             };
             vec![PolicyRule { effect, about }]
         }
-        Value::Array(rules) if rules.len() > MOST_REGISTERED => {
+        Value::Array(rules) if rules.len() > MAX_REGISTERED => {
             return Err(BadRule::TooMany(rules.len()));
         }
         Value::Array(rules) => rules
@@ -596,10 +596,10 @@ pub(super) mod tests {
             registered_rules("github", &json!("maybe")),
             Err(BadRule::Form)
         );
-        let many = vec![json!({"ask": {"tool": "x"}}); MOST_REGISTERED + 1];
+        let many = vec![json!({"ask": {"tool": "x"}}); MAX_REGISTERED + 1];
         assert_eq!(
             registered_rules("github", &json!(many)),
-            Err(BadRule::TooMany(MOST_REGISTERED + 1))
+            Err(BadRule::TooMany(MAX_REGISTERED + 1))
         );
     }
 

@@ -28,7 +28,7 @@ use super::{BadRule, Effect, Fingerprint, PermissionScope, PolicyRule, Subject};
 
 /// Limit of stored grants; beyond it, an owner who answers "always" is asked again in the next
 /// session.
-const MOST_KEPT: usize = 10_000;
+const MAX_KEPT: usize = 10_000;
 
 /// The largest file that is read.
 const LARGEST: u64 = 16 << 20;
@@ -163,7 +163,7 @@ impl ApprovalStore {
             }
             // A grant for the tool's previous identity is replaced.
             entries.retain(|other| other.owner != entry.owner || other.rule != entry.rule);
-            if entries.len() < MOST_KEPT {
+            if entries.len() < MAX_KEPT {
                 entries.push(entry);
             }
         }

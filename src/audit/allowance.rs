@@ -13,7 +13,7 @@ const HOUR: Duration = Duration::from_secs(3600);
 
 /// Limit of separately counted sessions and principals. Beyond it they share one count, so that
 /// memory is bounded.
-const MOST_COUNTED: usize = 50_000;
+const MAX_COUNTED: usize = 50_000;
 
 /// What to do with an event.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -64,7 +64,7 @@ impl Allowance {
         let Some(mut owner) = owner_of(event) else {
             return Admission::Write;
         };
-        if self.counts.len() >= MOST_COUNTED && !self.counts.contains_key(&owner) {
+        if self.counts.len() >= MAX_COUNTED && !self.counts.contains_key(&owner) {
             owner = Owner::Others;
         }
         let count = self.counts.entry(owner).or_default();
@@ -177,10 +177,10 @@ mod tests {
     #[test]
     fn memory_is_bounded_however_many_sessions_there_are() {
         let mut allowance = Allowance::new(1_000_000, Instant::now());
-        for number in 0..MOST_COUNTED + 100 {
+        for number in 0..MAX_COUNTED + 100 {
             allowance.admit(&call(&number.to_string()));
         }
-        assert_eq!(allowance.counts.len(), MOST_COUNTED + 1);
+        assert_eq!(allowance.counts.len(), MAX_COUNTED + 1);
         assert_eq!(allowance.counts[&Owner::Others], 100);
     }
 }

@@ -20,7 +20,7 @@ use super::text::{Text, plain_json};
 
 /// Bytes of the longest line, including its end. Texts and lists are truncated so that no event
 /// makes a longer one.
-pub const LARGEST_LINE: usize = 16 << 10;
+pub const MAX_LINE_BYTES: usize = 16 << 10;
 
 /// The bytes before and after the hash.
 const BEFORE_HASH: &[u8] = b",\"hash\":\"";
@@ -109,7 +109,7 @@ pub(super) fn seal(head: &Head, moment: Moment, event: &Event) -> (Vec<u8>, Head
     line.extend_from_slice(hash.as_bytes());
     line.extend_from_slice(AFTER_HASH);
     line.push(b'\n');
-    debug_assert!(line.len() <= LARGEST_LINE, "{} bytes", line.len());
+    debug_assert!(line.len() <= MAX_LINE_BYTES, "{} bytes", line.len());
     (line, Head { sequence, hash })
 }
 
@@ -136,7 +136,7 @@ pub(super) enum Flaw {
 
 /// Checks a line, given without its end.
 pub(super) fn check(line: &[u8]) -> Result<Link, Flaw> {
-    if line.len() >= LARGEST_LINE {
+    if line.len() >= MAX_LINE_BYTES {
         return Err(Flaw::TooLong);
     }
     let (covered, hash) = split_seal(line).ok_or(Flaw::NotSealed)?;
@@ -266,7 +266,7 @@ mod tests {
         for event in texts.iter().flat_map(|text| one_of_each(text)) {
             let line = line_of(&event);
             assert!(
-                line.len() <= LARGEST_LINE,
+                line.len() <= MAX_LINE_BYTES,
                 "{} has {} bytes",
                 event.kind.name(),
                 line.len()
@@ -311,7 +311,7 @@ mod tests {
         assert_eq!(check(&changed), Err(Flaw::Changed));
         assert_eq!(check(&line[..line.len() - 1]), Err(Flaw::NotSealed));
         assert_eq!(check(b""), Err(Flaw::NotSealed));
-        assert_eq!(check(&vec![b'x'; LARGEST_LINE]), Err(Flaw::TooLong));
+        assert_eq!(check(&vec![b'x'; MAX_LINE_BYTES]), Err(Flaw::TooLong));
         let covered = b"{\"sequence\":1";
         let foreign = [
             covered.as_slice(),

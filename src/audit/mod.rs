@@ -36,7 +36,7 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use book::Book;
-pub use chain::{Head, LARGEST_LINE};
+pub use chain::{Head, MAX_LINE_BYTES};
 pub use event::{
     Answer, Approval, AuthenticationRefused, Decision, Digest, Direction, Event, Execution,
     FileMoved, Kind, Outcome, Packages, QuotaRefused, ServerReloaded, ServerStarted, ServerStopped,

@@ -24,7 +24,7 @@ use std::sync::Arc;
 use rustix::fs::{CWD, FlockOperation, Mode, OFlags, flock, openat};
 
 use super::AuditError;
-use super::chain::{Flaw, Head, LARGEST_LINE, Link, check};
+use super::chain::{Flaw, Head, Link, MAX_LINE_BYTES, check};
 use super::event::{Digest, TornLine};
 
 /// Syncs the written data to the disk.
@@ -318,15 +318,15 @@ struct End {
 fn read_end(file: &mut File) -> io::Result<End> {
     let size = file.metadata()?.len();
     // A complete line and a torn one.
-    let from = size.saturating_sub(2 * LARGEST_LINE as u64);
+    let from = size.saturating_sub(2 * MAX_LINE_BYTES as u64);
     file.seek(SeekFrom::Start(from))?;
     let mut bytes = Vec::new();
     Read::by_ref(file)
-        .take(2 * LARGEST_LINE as u64)
+        .take(2 * MAX_LINE_BYTES as u64)
         .read_to_end(&mut bytes)?;
     let Some(line_end) = bytes.iter().rposition(|byte| *byte == b'\n') else {
         // Only the very first line of a file can be torn without another before it.
-        let is_first = from == 0 && bytes.len() < LARGEST_LINE;
+        let is_first = from == 0 && bytes.len() < MAX_LINE_BYTES;
         let (length, torn) = if is_first {
             (0, bytes)
         } else {
@@ -360,7 +360,7 @@ fn read_first(file: &mut File) -> io::Result<Result<Link, Flaw>> {
     file.seek(SeekFrom::Start(0))?;
     let mut bytes = Vec::new();
     Read::by_ref(file)
-        .take(LARGEST_LINE as u64)
+        .take(MAX_LINE_BYTES as u64)
         .read_to_end(&mut bytes)?;
     Ok(check(
         bytes

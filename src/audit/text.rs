@@ -16,13 +16,13 @@ use sha2::Digest as _;
 use super::event::hex;
 
 /// Limit of a text in a record in bytes, without its truncation mark.
-const LONGEST_TEXT: usize = 512;
+const MAX_TEXT_LENGTH: usize = 512;
 
 /// Limit of a list entry in bytes.
-const LONGEST_ENTRY: usize = 256;
+const MAX_ENTRY_LENGTH: usize = 256;
 
 /// Limit of written list entries. Two full lists and every other field still fit into a line.
-const MOST_ENTRIES: usize = 16;
+const MAX_ENTRIES: usize = 16;
 
 /// A text that fits into a record; a longer one is truncated and marked.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -53,7 +53,7 @@ impl Text {
 
 impl From<&str> for Text {
     fn from(text: &str) -> Text {
-        Text::within(text, LONGEST_TEXT)
+        Text::within(text, MAX_TEXT_LENGTH)
     }
 }
 
@@ -76,8 +76,8 @@ impl<T: AsRef<str>> FromIterator<T> for List {
         let mut entries = entries.into_iter();
         let kept = entries
             .by_ref()
-            .take(MOST_ENTRIES)
-            .map(|entry| Text::within(entry.as_ref(), LONGEST_ENTRY));
+            .take(MAX_ENTRIES)
+            .map(|entry| Text::within(entry.as_ref(), MAX_ENTRY_LENGTH));
         List {
             entries: kept.collect(),
             left_out: entries.count(),
@@ -172,7 +172,7 @@ mod tests {
 
     #[test]
     fn a_long_text_is_cut_and_says_so() {
-        let whole = "a".repeat(LONGEST_TEXT);
+        let whole = "a".repeat(MAX_TEXT_LENGTH);
         assert_eq!(Text::from(whole.as_str()).as_str(), whole);
         let cut = Text::from(format!("{whole}b"));
         let mark = cut.as_str().strip_prefix(whole.as_str()).unwrap();
@@ -206,7 +206,7 @@ mod tests {
         ) {
             let text = text.repeat(times);
             let line = plain_json(&Text::from(text.as_str())).unwrap();
-            prop_assert!(line.len() <= LONGEST_TEXT + 80, "{} bytes", line.len());
+            prop_assert!(line.len() <= MAX_TEXT_LENGTH + 80, "{} bytes", line.len());
             let line = String::from_utf8(line).unwrap();
             prop_assert!(!line.chars().any(is_unseen));
             let back: String = serde_json::from_str(&line).unwrap();

@@ -9,7 +9,7 @@ use std::io::{self, BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
-use super::chain::{Flaw, Head, LARGEST_LINE, Link, check, is_hash};
+use super::chain::{Flaw, Head, Link, MAX_LINE_BYTES, check, is_hash};
 
 /// Facts about the chain from another source.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -54,14 +54,14 @@ pub struct Report {
     /// Complete lines.
     pub records: u64,
     pub last: Option<Head>,
-    /// The faults; empty when the chain is unaltered. At most [`MOST_FINDINGS`].
+    /// The faults; empty when the chain is unaltered. At most [`MAX_FINDINGS`].
     pub findings: Vec<Finding>,
     /// The total number of findings.
     pub found: u64,
 }
 
 /// Limit of kept findings. One fault can cause many.
-pub const MOST_FINDINGS: usize = 100;
+pub const MAX_FINDINGS: usize = 100;
 
 /// A fault.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -247,7 +247,7 @@ impl<'a> Walk<'a> {
 
     fn find(&mut self, why: String) {
         self.report.found += 1;
-        if self.report.findings.len() < MOST_FINDINGS {
+        if self.report.findings.len() < MAX_FINDINGS {
             self.report.findings.push(Finding {
                 file: self.place.0.clone(),
                 line: self.place.1,
@@ -295,7 +295,8 @@ impl<R: BufRead> Lines<R> {
     /// Reads the next line, if there is one.
     pub fn next_line(&mut self) -> io::Result<Option<Line>> {
         let mut line = Vec::new();
-        let read = io::Read::take(&mut self.0, LARGEST_LINE as u64).read_until(b'\n', &mut line)?;
+        let read =
+            io::Read::take(&mut self.0, MAX_LINE_BYTES as u64).read_until(b'\n', &mut line)?;
         if read == 0 {
             return Ok(None);
         }
@@ -303,7 +304,7 @@ impl<R: BufRead> Lines<R> {
             line.pop();
             return Ok(Some(Line::Whole(line)));
         }
-        if read < LARGEST_LINE {
+        if read < MAX_LINE_BYTES {
             return Ok(Some(Line::Unfinished));
         }
         self.0.skip_until(b'\n')?;

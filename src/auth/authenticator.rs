@@ -17,7 +17,7 @@ use super::caller::{Caller, Scope};
 use super::claims::{self, Expected};
 use super::denied::Denied;
 use super::development::{self, Wording};
-use super::fetch::{self, Fetcher, LONGEST_FETCH};
+use super::fetch::{self, Fetcher, MAX_FETCH_TIME};
 use super::key_server::{KeyServer, NoKey};
 use super::keys::{Algorithm, KeySet, PublicKey};
 use super::settings::{AuthSettings, AuthSetupError, Issuer, KeySource, MayNotListen, Plan, plan};
@@ -298,7 +298,7 @@ async fn verifiers(
                     url,
                     is_private,
                     tls: Arc::<ClientConfig>::clone(tls),
-                    limit: LONGEST_FETCH,
+                    limit: MAX_FETCH_TIME,
                 };
                 Keys::Published(KeyServer::new(name.clone(), Arc::new(fetcher)))
             }

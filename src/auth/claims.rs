@@ -23,7 +23,7 @@ const LATE: Duration = Duration::from_secs(5);
 const LAST_SECOND: f64 = 253_402_300_799.0;
 
 /// Names of people are shorter; they are stored with every session.
-const LONGEST_SUBJECT: usize = 256;
+const MAX_SUBJECT_LENGTH: usize = 256;
 
 /// The required claims.
 #[derive(Debug, Clone, Copy)]
@@ -120,7 +120,9 @@ fn principal(claims: &Map<String, Value>, expected: Expected<'_>) -> Result<Stri
 }
 
 fn is_subject(value: &str) -> bool {
-    !value.trim().is_empty() && value.len() <= LONGEST_SUBJECT && !value.contains(char::is_control)
+    !value.trim().is_empty()
+        && value.len() <= MAX_SUBJECT_LENGTH
+        && !value.contains(char::is_control)
 }
 
 /// Returns our scopes; others are meant for other resources and are ignored.

@@ -47,10 +47,10 @@ const LIFETIME: Duration = Duration::from_secs(3600);
 
 /// A token with less time left is renewed, so that a token is not useless shortly after it was
 /// printed.
-const LEAST_REST: Duration = Duration::from_secs(60);
+const MIN_REMAINING: Duration = Duration::from_secs(60);
 
 /// Keys and tokens are smaller.
-const LARGEST_FILE: u64 = 64 << 10;
+const MAX_FILE_BYTES: u64 = 64 << 10;
 
 /// Why development mode cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -129,7 +129,7 @@ fn is_good(token: &str, key: &PublicKey, wording: &Wording<'_>, now: SystemTime)
     Token::parse(token.trim()).is_ok_and(|token| {
         key.verify(token.algorithm, token.message, &token.signature)
             && claims::judge(&token.claims, expected, now)
-                .is_ok_and(|caller| caller.expires.is_some_and(|end| end > now + LEAST_REST))
+                .is_ok_and(|caller| caller.expires.is_some_and(|end| end > now + MIN_REMAINING))
     })
 }
 
@@ -247,7 +247,7 @@ impl Folder {
             });
         }
         let mut text = Zeroizing::new(String::new());
-        file.take(LARGEST_FILE)
+        file.take(MAX_FILE_BYTES)
             .read_to_string(&mut text)
             .map_err(failed)?;
         Ok(Some((found.mode(), text)))

@@ -4,7 +4,7 @@
 //! once, all its addresses are checked, and one of exactly these is dialled. So a name that
 //! suddenly resolves to a private network or to a cloud's metadata service cannot be used to reach
 //! it. Redirects are not followed. The whole fetch is limited to a few seconds and to
-//! `LARGEST_KEY_SET` bytes.
+//! `MAX_KEY_SET_BYTES` bytes.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};
@@ -27,10 +27,10 @@ use tokio_rustls::TlsConnector;
 use super::keys::{KeySet, NotAKeySet};
 
 /// Large issuers publish a few dozen keys of two kilobytes.
-const LARGEST_KEY_SET: usize = 256 << 10;
+const MAX_KEY_SET_BYTES: usize = 256 << 10;
 
 /// Timeout of the whole fetch, from name resolution to the last byte.
-pub(super) const LONGEST_FETCH: Duration = Duration::from_secs(5);
+pub(super) const MAX_FETCH_TIME: Duration = Duration::from_secs(5);
 
 /// The URL of a key set, checked.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -183,7 +183,7 @@ impl Fetcher {
         if answer.status() != StatusCode::OK {
             return Err(FetchError::Status(answer.status()));
         }
-        let body = Limited::new(answer.into_body(), LARGEST_KEY_SET)
+        let body = Limited::new(answer.into_body(), MAX_KEY_SET_BYTES)
             .collect()
             .await;
         Ok(body.map_err(|_| FetchError::Body)?.to_bytes())
@@ -327,7 +327,7 @@ mod tests {
             url,
             is_private: false,
             tls: tls_with(RootCertStore::empty()),
-            limit: LONGEST_FETCH,
+            limit: MAX_FETCH_TIME,
         }
     }
 
@@ -407,10 +407,10 @@ mod tests {
             let set = key_set();
             format!("{}{set}", " ".repeat(size - set.len()))
         };
-        let largest = Scripted::start(answer("200 OK", "", &padded(LARGEST_KEY_SET)), None).await;
+        let largest = Scripted::start(answer("200 OK", "", &padded(MAX_KEY_SET_BYTES)), None).await;
         assert!(fetcher(largest.url("http")).fetch().await.is_ok()); // control
         let larger =
-            Scripted::start(answer("200 OK", "", &padded(LARGEST_KEY_SET + 1)), None).await;
+            Scripted::start(answer("200 OK", "", &padded(MAX_KEY_SET_BYTES + 1)), None).await;
         assert!(matches!(
             fetcher(larger.url("http")).fetch().await,
             Err(FetchError::Body)

@@ -34,7 +34,7 @@ const USABLE: Duration = Duration::from_secs(24 * 3600);
 
 /// Minimum interval between fetches for an unknown key or an old set: unauthenticated senders can
 /// name any key in a token.
-const LEAST_PAUSE: Duration = Duration::from_secs(60);
+const MIN_PAUSE: Duration = Duration::from_secs(60);
 
 /// The same without any keys, when all tokens are rejected anyway.
 const PAUSE_WITHOUT_KEYS: Duration = Duration::from_secs(5);
@@ -231,9 +231,9 @@ fn next_step(view: &View, asked: Asked) -> Step {
     match view.is_known {
         true if is_fresh || asked == Asked::Just => Step::Use,
         true if !view.is_away => Step::Ask,
-        true if may_ask(LEAST_PAUSE) => Step::UseAndAsk,
+        true if may_ask(MIN_PAUSE) => Step::UseAndAsk,
         true => Step::Use,
-        false if may_ask(LEAST_PAUSE) => Step::Ask,
+        false if may_ask(MIN_PAUSE) => Step::Ask,
         false if view.is_away => Step::Refuse(NoKey::Away),
         false => Step::Refuse(NoKey::Unknown),
     }

@@ -17,7 +17,7 @@ use serde_json::{Map, Value, json};
 
 use super::claims::{self, Expected};
 use super::keys::{KeySet, PublicKey};
-use super::token::{Fault, LARGEST_TOKEN, Token};
+use super::token::{Fault, MAX_TOKEN_BYTES, Token};
 use super::*;
 
 /// A key pair that signs tokens, generated once for all tests: generating an RSA key takes a while.
@@ -809,11 +809,11 @@ fn a_token_is_at_most_16_kib() {
     let start = format!("{}.{}.", encode(r#"{"alg":"RS256"}"#), encode("{}"));
     let of_length = |length: usize| format!("{start}{}", "A".repeat(length - start.len()));
     assert!(!matches!(
-        Token::parse(&of_length(LARGEST_TOKEN)),
+        Token::parse(&of_length(MAX_TOKEN_BYTES)),
         Err(Fault::TooLong)
     )); // control
     assert!(matches!(
-        Token::parse(&of_length(LARGEST_TOKEN + 1)),
+        Token::parse(&of_length(MAX_TOKEN_BYTES + 1)),
         Err(Fault::TooLong)
     ));
 }

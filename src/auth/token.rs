@@ -15,10 +15,10 @@ use serde_json::{Map, Value};
 use super::keys::Algorithm;
 
 /// No issuer needs more, and every byte is decoded before the sender is authenticated.
-pub(super) const LARGEST_TOKEN: usize = 16 << 10;
+pub(super) const MAX_TOKEN_BYTES: usize = 16 << 10;
 
 /// Key ids are short; comparing a long one would be wasted work.
-const LONGEST_KEY_ID: usize = 256;
+const MAX_KEY_ID_LENGTH: usize = 256;
 /// The limits of each part, which apply before the sender is authenticated.
 const TOKEN: Budget = Budget {
     depth: 32,
@@ -94,7 +94,7 @@ pub(super) struct Token<'a> {
 impl Token<'_> {
     /// Parses a token, or returns its fault.
     pub(super) fn parse(text: &str) -> Result<Token<'_>, Fault> {
-        if text.len() > LARGEST_TOKEN {
+        if text.len() > MAX_TOKEN_BYTES {
             return Err(Fault::TooLong);
         }
         let (message, signature) = text.rsplit_once('.').ok_or(Fault::Malformed)?;
@@ -130,7 +130,7 @@ fn read_header(header: &Map<String, Value>) -> Result<(Algorithm, Option<String>
     }
     let key_id = match header.get("kid") {
         None => None,
-        Some(Value::String(id)) if id.len() <= LONGEST_KEY_ID => Some(id.clone()),
+        Some(Value::String(id)) if id.len() <= MAX_KEY_ID_LENGTH => Some(id.clone()),
         Some(_) => return Err(Fault::Header),
     };
     let algorithm = header

@@ -28,7 +28,7 @@ use super::folders::{self, MachineFacts};
 use super::layers::{self, Flags, Merged, SettingOrigin, WrittenMember, WrittenValue};
 use super::profiles::{self, Surroundings};
 use super::quantity::{format_duration, format_size, parse_duration, parse_size};
-use super::table::{Key, MOST_VARIANTS, Values};
+use super::table::{Key, MAX_VARIANTS, Values};
 use super::{
     ConfigError, InvalidValue, Mount, PackageIndex, PackageSettings, ProfileName, SandboxVariables,
     Settings, SettingsHandOver, UndoSettings, dotenv, in_plain_words,
@@ -181,7 +181,7 @@ pub(super) fn settle(
         undo: check.undo(workspace.is_some())?,
         explore_parallel: check
             .optional_number(Key::ExploreParallel)?
-            .unwrap_or(cores.min(MOST_VARIANTS as usize)),
+            .unwrap_or(cores.min(MAX_VARIANTS as usize)),
         max_running: check
             .optional_number(Key::MaxRunning)?
             .unwrap_or(CELLS_PER_CORE * cores),
@@ -740,7 +740,7 @@ impl Check<'_> {
         };
         let allowed = "a folder below the working folder, such as images";
         // Image file names are appended to it.
-        if written.len() > LONGEST_FOLDER {
+        if written.len() > MAX_FOLDER_LENGTH {
             return Err(invalid(
                 Key::ImagesDir.name(),
                 origin,
@@ -815,7 +815,7 @@ impl Check<'_> {
 }
 
 /// Limit of a folder's path below the working folder, in bytes.
-const LONGEST_FOLDER: usize = 1000;
+const MAX_FOLDER_LENGTH: usize = 1000;
 
 const MOUNT_ALLOWED: &str =
     "HOST:RELATIVE or HOST:RELATIVE:ro, where RELATIVE is a path below the working folder";

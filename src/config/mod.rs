@@ -668,7 +668,7 @@ fn config_text(
 }
 
 /// A larger file of variables is a mistake or an attack.
-const LARGEST_ENV_FILE: u64 = 1 << 20;
+const MAX_ENV_FILE_BYTES: u64 = 1 << 20;
 
 fn read_named_file(file: NamedFile<'_>) -> io::Result<Option<String>> {
     let (path, extra, in_workspace) = match file {
@@ -696,8 +696,10 @@ fn read_named_file(file: NamedFile<'_>) -> io::Result<Option<String>> {
         return Err(io::Error::other("it has more than one name (hard links)"));
     }
     let mut text = String::new();
-    let length = file.take(LARGEST_ENV_FILE + 1).read_to_string(&mut text)?;
-    if length as u64 > LARGEST_ENV_FILE {
+    let length = file
+        .take(MAX_ENV_FILE_BYTES + 1)
+        .read_to_string(&mut text)?;
+    if length as u64 > MAX_ENV_FILE_BYTES {
         return Err(io::Error::other("it is larger than 1 MiB"));
     }
     Ok(Some(text))

@@ -124,7 +124,7 @@ struct Decimal {
 
 impl Decimal {
     /// More digits after the point make no representable difference.
-    const MOST_FRACTION_DIGITS: usize = 12;
+    const MAX_FRACTION_DIGITS: usize = 12;
 
     /// Parses the number at the start of `text` and returns it with the rest.
     fn split_from(text: &str) -> Result<(Decimal, &str), QuantityError> {
@@ -146,7 +146,7 @@ impl Decimal {
         if whole.is_empty() {
             return Err(QuantityError::NotANumber);
         }
-        let fraction = &fraction[..fraction.len().min(Decimal::MOST_FRACTION_DIGITS)];
+        let fraction = &fraction[..fraction.len().min(Decimal::MAX_FRACTION_DIGITS)];
         let digits = format!("{whole}{fraction}")
             .parse()
             .map_err(|_| QuantityError::TooLarge)?;

@@ -331,10 +331,10 @@ const HOUR: u64 = 60 * MINUTE;
 const DAY: u64 = 24 * HOUR;
 
 /// With less than this IPython itself does not fit.
-const LEAST_MEMORY: u64 = 64 * MIB;
+const MIN_MEMORY: u64 = 64 * MIB;
 
 /// One `explore` has at most this many variants, so more could not run at once.
-pub(super) const MOST_VARIANTS: u64 = 16;
+pub(super) const MAX_VARIANTS: u64 = 16;
 
 /// Log levels, the most verbose last.
 const LOG_LEVELS: &[&str] = &["error", "warn", "info", "debug", "trace"];
@@ -375,10 +375,10 @@ settings! {
         "Descriptions of [environments](environments.md)");
 
     // Limits of a session.
-    Memory => setting("memory", Size(LEAST_MEMORY, 16 * TIB), Value("2G"), NewSessions,
+    Memory => setting("memory", Size(MIN_MEMORY, 16 * TIB), Value("2G"), NewSessions,
         "Memory of each sandbox, such as `512M`, `2G` or `2GiB`")
         .flag("--memory", "SIZE", Sandboxes);
-    FamilyMemory => setting("family_memory", Size(LEAST_MEMORY, 32 * TIB),
+    FamilyMemory => setting("family_memory", Size(MIN_MEMORY, 32 * TIB),
         Derived("twice `memory`"),
         NewSessions,
         "Memory of a session, its checkpoints and all its forks [together](branching.md#limits)")
@@ -451,7 +451,7 @@ settings! {
         NewSessions, "How much of the working folder undo saves with each state")
         .flag("--undo-files", "SIZE", Servers)
         .details("a larger folder is left alone, and with 0 always");
-    ExploreParallel => setting("explore_parallel", Number(1, MOST_VARIANTS),
+    ExploreParallel => setting("explore_parallel", Number(1, MAX_VARIANTS),
         Derived("the number of cores, at most 16"), NewSessions,
         "Variants of one `explore` that run at the same time")
         .flag("--explore-parallel", "N", Servers);
@@ -465,7 +465,7 @@ settings! {
         "Sessions of one caller")
         .details("this and the other [quotas](sessions.md#quotas) hold for `serve` and `mcp` \
                   alike");
-    QuotaMemory => setting("quota_memory", Size(LEAST_MEMORY, 64 * TIB), Nothing, Reload,
+    QuotaMemory => setting("quota_memory", Size(MIN_MEMORY, 64 * TIB), Nothing, Reload,
         "Memory held by all sandboxes of one caller");
     QuotaCpu => setting("quota_cpu", Time(1, 365 * DAY), Nothing, Reload,
         "Processor time of one caller within `quota_cpu_window`");
@@ -520,7 +520,7 @@ settings! {
         "The most that one installation may hold");
     PackageDisk => setting("package_disk", Size(MIB, 16 * TIB), Value("4G"), NewSessions,
         "Files in the [installer's sandbox](packages.md#limits)");
-    PackageMemory => setting("package_memory", Size(LEAST_MEMORY, 16 * TIB),
+    PackageMemory => setting("package_memory", Size(MIN_MEMORY, 16 * TIB),
         Derived("`package_disk` and 2 GiB"), NewSessions,
         "Memory of the installer's sandbox, its files included");
     PackageStoreSize => setting("package_store_size", Size(MIB, 16 * TIB), Value("20G"),

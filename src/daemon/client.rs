@@ -26,7 +26,7 @@ use crate::session::{
 
 /// The first delay after a failure to start a daemon. Each further failure doubles it.
 const FIRST_BACKOFF: Duration = Duration::from_millis(500);
-const LONGEST_REST: Duration = Duration::from_secs(30);
+const MAX_BACKOFF: Duration = Duration::from_secs(30);
 const NO_DAEMON: &str = "the session daemon is not running and could not be started";
 
 /// The sessions of a daemon. Clones share the connection.
@@ -59,7 +59,7 @@ impl ConnectState {
     fn failed(&mut self, now: Instant) {
         let backoff = FIRST_BACKOFF
             .saturating_mul(1 << self.failures.min(10))
-            .min(LONGEST_REST);
+            .min(MAX_BACKOFF);
         self.failures += 1;
         self.backoff_until = Some(now + backoff);
     }
@@ -528,6 +528,6 @@ mod tests {
             waits[..3],
             [FIRST_BACKOFF, 2 * FIRST_BACKOFF, 4 * FIRST_BACKOFF]
         );
-        assert_eq!(waits[39], LONGEST_REST);
+        assert_eq!(waits[39], MAX_BACKOFF);
     }
 }

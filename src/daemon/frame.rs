@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!  length of the payload   kind     request   payload
-//!  4 bytes                 1 byte   8 bytes   at most LARGEST_FRAME
+//!  4 bytes                 1 byte   8 bytes   at most MAX_FRAME_BYTES
 //! ```
 //!
 //! Numbers are big-endian. `Message` and `Reply` carry MessagePack with named fields, so that a
@@ -18,10 +18,10 @@ use tokio::io::{AsyncRead, AsyncReadExt};
 
 /// Bytes of a payload. Large enough for nearly every message, small enough that others wait for
 /// less than a millisecond.
-pub(super) const LARGEST_FRAME: usize = 256 * 1024;
+pub(super) const MAX_FRAME_BYTES: usize = 256 * 1024;
 /// Bytes of a whole message: the sixteen variants of one exploration, each with 20 MB of pictures,
 /// and their text.
-pub(super) const LARGEST_MESSAGE: usize = 400 << 20;
+pub(super) const MAX_MESSAGE_BYTES: usize = 400 << 20;
 const HEADER: usize = 13;
 
 /// What a frame carries.
@@ -88,14 +88,14 @@ pub(super) fn encode<T: Serialize>(
     rmp_serde::encode::write_named(&mut whole, value)
         .expect("values of this room can be written to memory");
     let size = whole.len() - HEADER;
-    if size > LARGEST_MESSAGE {
+    if size > MAX_MESSAGE_BYTES {
         return Err(IpcError::MessageTooLarge);
     }
-    if size <= LARGEST_FRAME {
+    if size <= MAX_FRAME_BYTES {
         put_header(&mut whole, id, kind);
         return Ok(vec![whole]);
     }
-    let parts = whole[HEADER..].chunks(LARGEST_FRAME);
+    let parts = whole[HEADER..].chunks(MAX_FRAME_BYTES);
     let last = parts.len() - 1;
     Ok(parts
         .enumerate()
@@ -105,7 +105,7 @@ pub(super) fn encode<T: Serialize>(
 
 /// Writes a frame whose payload is as it is. It fits into a frame.
 pub(super) fn encode_raw(id: u64, kind: FrameKind, payload: &[u8]) -> EncodedFrame {
-    debug_assert!(payload.len() <= LARGEST_FRAME);
+    debug_assert!(payload.len() <= MAX_FRAME_BYTES);
     let mut whole = Vec::with_capacity(HEADER + payload.len());
     whole.resize(HEADER, 0);
     whole.extend_from_slice(payload);
@@ -144,7 +144,7 @@ pub(super) async fn read(
         }
     }
     let size = u32::from_be_bytes([header[0], header[1], header[2], header[3]]) as usize;
-    if size > LARGEST_FRAME {
+    if size > MAX_FRAME_BYTES {
         return Err(IpcError::FrameTooLarge(size));
     }
     let kind = FrameKind::from_byte(header[4]).ok_or(IpcError::UnknownKind(header[4]))?;
@@ -171,7 +171,7 @@ impl MessageAssembler {
             FrameKind::Chunk => Ok(Some(frame)),
             FrameKind::Part => {
                 let parts = self.0.entry(frame.id).or_default();
-                if parts.len() + frame.payload.len() > LARGEST_MESSAGE {
+                if parts.len() + frame.payload.len() > MAX_MESSAGE_BYTES {
                     return Err(IpcError::MessageTooLarge);
                 }
                 parts.append(&mut frame.payload);

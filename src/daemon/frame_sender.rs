@@ -21,9 +21,9 @@ use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, TryAcquireError};
 use super::frame::EncodedFrame;
 
 /// Frames that may be queued. Beyond that senders wait, because the other side is slow.
-const MOST_FRAMES: usize = 64;
+const MAX_FRAMES: usize = 64;
 /// Frames that are written in one go.
-const MOST_AT_ONCE: usize = 64;
+const MAX_AT_ONCE: usize = 64;
 
 /// The sending side of a connection. Clones share it.
 #[derive(Clone)]
@@ -87,10 +87,7 @@ pub(super) struct FrameWriter {
 /// Creates the sending side of a connection, and the writer that must run for it.
 pub(super) fn frame_sender(socket: OwnedWriteHalf) -> (FrameSender, FrameWriter) {
     let (socket, waiting) = (Arc::new(socket), Arc::<Mutex<Waiting>>::default());
-    let (room, wake) = (
-        Arc::new(Semaphore::new(MOST_FRAMES)),
-        Arc::<Wake>::default(),
-    );
+    let (room, wake) = (Arc::new(Semaphore::new(MAX_FRAMES)), Arc::<Wake>::default());
     let writer = FrameWriter {
         socket: Arc::clone(&socket),
         room: room.clone(),
@@ -179,7 +176,7 @@ impl FrameWriter {
             let can_end = self.senders.strong_count() == 0;
             let batch: Vec<Queued> = {
                 let mut waiting = locked(&self.waiting);
-                let size = waiting.queue.len().min(MOST_AT_ONCE);
+                let size = waiting.queue.len().min(MAX_AT_ONCE);
                 waiting.in_progress = size;
                 waiting.queue.drain(..size).collect()
             };

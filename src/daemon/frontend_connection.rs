@@ -23,7 +23,7 @@ use crate::ops::{Body, Io, Op, ProgressChannel, Ticket, TransferDirection};
 use crate::session::{Attached, ExecutionEnded, Principal, RecorderId, Refused};
 
 /// Concurrent requests of one frontend, which has a few per client.
-pub(super) const MOST_REQUESTS: usize = 4_096;
+pub(super) const MAX_REQUESTS: usize = 4_096;
 
 /// A connection to a frontend. All its requests share it.
 pub(super) struct FrontendConnection {
@@ -208,11 +208,11 @@ impl FrontendConnection {
         };
         {
             let mut requests = self.requests();
-            if requests.len() < MOST_REQUESTS {
+            if requests.len() < MAX_REQUESTS {
                 requests.insert(number, request);
             } else {
                 let busy = Err(Refused::Busy {
-                    waiting: MOST_REQUESTS,
+                    waiting: MAX_REQUESTS,
                 });
                 tokio::spawn(Arc::clone(self).send(encoded(number, &busy)));
                 return;

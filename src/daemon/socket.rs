@@ -24,7 +24,7 @@ const EXTENSION: &str = "socket";
 /// Connections that may wait to be accepted; the kernel has a limit of its own.
 const BACKLOG: i32 = 4096;
 /// Characters of a name. With it the path of a socket must have fewer than 108 bytes.
-const LONGEST_NAME: usize = 32;
+const MAX_NAME_LENGTH: usize = 32;
 
 /// The name of a daemon. Servers that use the same name share its sessions.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
@@ -41,7 +41,7 @@ impl FromStr for DaemonName {
 
     fn from_str(text: &str) -> Result<DaemonName, InvalidDaemonName> {
         let allowed = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'_' | b'-');
-        if text.is_empty() || text.len() > LONGEST_NAME || !text.bytes().all(allowed) {
+        if text.is_empty() || text.len() > MAX_NAME_LENGTH || !text.bytes().all(allowed) {
             return Err(InvalidDaemonName);
         }
         Ok(DaemonName(text.to_owned()))
@@ -56,7 +56,7 @@ impl fmt::Display for DaemonName {
 
 /// A text that is not a valid name of a daemon.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("the name of a session daemon is 1 to {LONGEST_NAME} letters, digits, `_` or `-`")]
+#[error("the name of a session daemon is 1 to {MAX_NAME_LENGTH} letters, digits, `_` or `-`")]
 pub struct InvalidDaemonName;
 
 /// Where the socket of one daemon is.

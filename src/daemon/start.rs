@@ -21,7 +21,7 @@ use super::{DaemonClient, DaemonSettings};
 /// or broken does not reply at all.
 pub(super) const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 /// How many daemons in a row may exit just when a frontend connects.
-const MOST_ATTEMPTS: usize = 3;
+const MAX_ATTEMPTS: usize = 3;
 
 /// Why a server could not connect to a session daemon.
 #[derive(Debug, thiserror::Error)]
@@ -116,7 +116,7 @@ pub(super) async fn connect(
         return Ok(found);
     }
     let lock = path.lock().await.map_err(AttachError::Socket)?;
-    for _ in 0..MOST_ATTEMPTS {
+    for _ in 0..MAX_ATTEMPTS {
         if let Some(found) = find(&path, settings).await? {
             return Ok(found);
         }

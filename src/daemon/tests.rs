@@ -16,7 +16,7 @@ use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
 use super::file_stream::{CHUNK, WINDOW};
-use super::frame::{self, FrameKind, IpcError, IpcFrame, LARGEST_FRAME, MessageAssembler};
+use super::frame::{self, FrameKind, IpcError, IpcFrame, MAX_FRAME_BYTES, MessageAssembler};
 use super::message::{
     DaemonHello, DaemonStatus, FromDaemon, HelloPurpose, PROTOCOL, ReplyResult, RequestRef,
     StopReply, ToDaemon, Welcome,
@@ -205,9 +205,9 @@ async fn a_connection_that_ends_within_a_frame_is_an_error_and_between_frames_no
 
 #[tokio::test]
 async fn a_frame_that_is_too_large_or_of_no_kind_is_refused_before_it_is_read() {
-    let mut whole = frame::encode_raw(1, FrameKind::Chunk, &vec![0; LARGEST_FRAME]);
+    let mut whole = frame::encode_raw(1, FrameKind::Chunk, &vec![0; MAX_FRAME_BYTES]);
     assert_eq!(read_all(&whole).await.unwrap().len(), 1); // control
-    whole[..4].copy_from_slice(&(LARGEST_FRAME as u32 + 1).to_be_bytes());
+    whole[..4].copy_from_slice(&(MAX_FRAME_BYTES as u32 + 1).to_be_bytes());
     assert!(matches!(
         read_all(&whole[..13]).await,
         Err(IpcError::FrameTooLarge(_))
@@ -310,10 +310,10 @@ async fn a_newer_peer_may_say_more_and_an_older_one_less() {
 
 #[tokio::test]
 async fn a_large_message_comes_in_parts_and_lets_others_through() {
-    let text = "x".repeat(3 * LARGEST_FRAME);
+    let text = "x".repeat(3 * MAX_FRAME_BYTES);
     let parts = frame::encode(1, FrameKind::Reply, &text).unwrap();
     let other = frame::encode(2, FrameKind::Reply, &"short").unwrap();
-    assert!(parts.len() > 3 && parts.iter().all(|part| part.len() <= LARGEST_FRAME + 13));
+    assert!(parts.len() > 3 && parts.iter().all(|part| part.len() <= MAX_FRAME_BYTES + 13));
     let (first, rest) = parts.split_first().unwrap();
     let mixed = [first.clone(), other.concat(), rest.concat()].concat();
     let mut assembler = MessageAssembler::default();
@@ -1866,7 +1866,7 @@ async fn only_the_owner_can_reach_the_socket_and_a_stale_one_is_replaced() {
 #[test]
 fn an_answer_that_is_too_large_becomes_a_refusal() {
     let huge = Ok(Reply::ReadOutput(Some(Slice {
-        bytes: vec![0; frame::LARGEST_MESSAGE + 1],
+        bytes: vec![0; frame::MAX_MESSAGE_BYTES + 1],
         total: 0,
         kept_in_part: false,
     })));
@@ -1890,7 +1890,7 @@ async fn calls_reach_the_sessions_in_the_order_in_which_they_were_sent() {
     let scene = Scene::new().await;
     let client = scene.client().await;
     // Some are larger than a frame, and must not be overtaken by small ones.
-    let large = "x".repeat(3 * LARGEST_FRAME);
+    let large = "x".repeat(3 * MAX_FRAME_BYTES);
     let codes: Vec<String> = (0..200)
         .map(|number| {
             format!(

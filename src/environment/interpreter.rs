@@ -138,7 +138,7 @@ print(json.dumps({
 "#;
 
 /// Timeout for a candidate. An interactive shim or a hanging network drive must not block us.
-const LONGEST_ANSWER: Duration = Duration::from_secs(30);
+const MAX_ANSWER_TIME: Duration = Duration::from_secs(30);
 
 async fn question(candidate: &Path) -> Result<Testimony, String> {
     let answer = Command::new(candidate)
@@ -147,7 +147,7 @@ async fn question(candidate: &Path) -> Result<Testimony, String> {
         .stdin(Stdio::null())
         .kill_on_drop(true)
         .output();
-    let answer = tokio::time::timeout(LONGEST_ANSWER, answer)
+    let answer = tokio::time::timeout(MAX_ANSWER_TIME, answer)
         .await
         .map_err(|_| "it did not answer".to_owned())?
         .map_err(|error| format!("it cannot be run: {error}"))?;

@@ -8,7 +8,7 @@
 use super::{EnvironmentName, EnvironmentSpec, PythonRequest, record};
 
 /// Maximum number of dependencies of one session.
-const MOST_REQUIREMENTS: usize = 100;
+const MAX_REQUIREMENTS: usize = 100;
 
 /// Error of a rejected list of dependencies.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -19,14 +19,14 @@ pub enum DependencyError {
          pandas[excel], not a path or a URL"
     )]
     NotARequirement(String),
-    #[error("{0} dependencies are too many; {MOST_REQUIREMENTS} are the most")]
+    #[error("{0} dependencies are too many; {MAX_REQUIREMENTS} are the most")]
     TooMany(usize),
 }
 
 /// Returns the spec of the environment for `requirements`. The same list gives the same
 /// environment, regardless of order and spelling.
 pub fn matching<S: AsRef<str>>(requirements: &[S]) -> Result<EnvironmentSpec, DependencyError> {
-    if requirements.len() > MOST_REQUIREMENTS {
+    if requirements.len() > MAX_REQUIREMENTS {
         return Err(DependencyError::TooMany(requirements.len()));
     }
     let normal = |text: &S| {

@@ -216,8 +216,8 @@ impl Failure {
 }
 
 /// Limits on the installer output in an error. An agent reads it and pays for it.
-const MOST_LINES: usize = 10;
-const MOST_CHARS: usize = 800;
+const MAX_LINES: usize = 10;
+const MAX_CHARS: usize = 800;
 
 /// Reduces installer output to the failure, with advice where it is known.
 fn shortened(output: &str) -> String {
@@ -239,14 +239,14 @@ fn shortened(output: &str) -> String {
     let begin = told
         .iter()
         .position(is_error)
-        .unwrap_or(told.len().saturating_sub(MOST_LINES));
+        .unwrap_or(told.len().saturating_sub(MAX_LINES));
     let text = told[begin..]
         .iter()
-        .take(MOST_LINES)
+        .take(MAX_LINES)
         .copied()
         .collect::<Vec<_>>()
         .join("\n");
-    match text.char_indices().nth(MOST_CHARS) {
+    match text.char_indices().nth(MAX_CHARS) {
         Some((end, _)) => format!("{} […]", &text[..end]),
         None => text,
     }
@@ -638,7 +638,7 @@ mod tests {
         let long: String = (0..500)
             .map(|number| format!("error {number} {}\n", "x".repeat(200)))
             .collect();
-        assert!(shortened(&long).chars().count() < MOST_CHARS + 10);
+        assert!(shortened(&long).chars().count() < MAX_CHARS + 10);
         assert!(shortened(&long).starts_with("error 0 "));
     }
 

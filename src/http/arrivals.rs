@@ -20,7 +20,7 @@ use crate::mcp::place::{End, Place};
 const LANE_HEADERS: [&str; 3] = ["authorization", "mcp-session-id", "mcp-param-session-id"];
 
 /// Number of lanes remembered before those without an open request are forgotten.
-const MOST_REMEMBERED: usize = 256;
+const MAX_REMEMBERED: usize = 256;
 
 /// Orders the requests of one connection.
 #[derive(Default)]
@@ -39,7 +39,7 @@ impl Arrivals {
 
     fn in_lane(&self, lane: u64) -> Arrival {
         let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
-        if last.len() >= MOST_REMEMBERED {
+        if last.len() >= MAX_REMEMBERED {
             last.retain(|_, end| !end.is_over());
         }
         let (place, end) = Place::after(last.remove(&lane));
@@ -160,9 +160,9 @@ mod tests {
     fn lanes_without_a_request_under_way_are_forgotten() {
         let arrivals = Arrivals::default();
         let _held = next(&arrivals, "held");
-        for number in 0..10 * MOST_REMEMBERED {
+        for number in 0..10 * MAX_REMEMBERED {
             drop(next(&arrivals, &number.to_string()));
         }
-        assert!(arrivals.last.lock().unwrap().len() <= MOST_REMEMBERED);
+        assert!(arrivals.last.lock().unwrap().len() <= MAX_REMEMBERED);
     }
 }

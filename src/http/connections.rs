@@ -39,9 +39,9 @@ const HEAD_TIME: Duration = Duration::from_secs(10);
 /// Timeout for a client that stops sending a body or stops reading a response.
 const STALL_TIME: Duration = Duration::from_secs(30);
 /// Limit of a request's head, in bytes.
-const LARGEST_HEAD: usize = 32 * 1024;
+const MAX_HEAD_BYTES: usize = 32 * 1024;
 /// Limit of concurrent requests on one HTTP/2 connection.
-const MOST_STREAMS: u32 = 128;
+const MAX_STREAMS: u32 = 128;
 /// Delay before the next accept when no descriptor is left. Connections that close release some.
 const OUT_OF_DESCRIPTORS: Duration = Duration::from_millis(100);
 
@@ -182,12 +182,12 @@ fn builder() -> auto::Builder<TokioExecutor> {
         .http1()
         .timer(TokioTimer::new())
         .header_read_timeout(None)
-        .max_buf_size(LARGEST_HEAD);
+        .max_buf_size(MAX_HEAD_BYTES);
     builder
         .http2()
         .timer(TokioTimer::new())
-        .max_concurrent_streams(MOST_STREAMS)
-        .max_header_list_size(LARGEST_HEAD as u32)
+        .max_concurrent_streams(MAX_STREAMS)
+        .max_header_list_size(MAX_HEAD_BYTES as u32)
         .keep_alive_interval(STALL_TIME)
         .keep_alive_timeout(HEAD_TIME);
     builder

@@ -16,19 +16,19 @@ use crate::sandbox::Rules;
 use crate::session::{InsidePath, SessionId};
 
 /// More text than this helps no model, and the whole of it can be read as a resource.
-pub(super) const MOST_OUTPUT_CHARS: u64 = 1_000_000;
+pub(super) const MAX_OUTPUT_CHARS: u64 = 1_000_000;
 
 /// Bytes of code in one cell. Larger inputs are data, and data belongs in an uploaded file.
-pub(super) const LARGEST_CODE: usize = 4 * 1024 * 1024;
+pub(super) const MAX_CODE_BYTES: usize = 4 * 1024 * 1024;
 
 /// The longest path the kernel takes, without the zero at its end.
-pub(super) const LONGEST_PATH: usize = 4095;
+pub(super) const MAX_PATH_LENGTH: usize = 4095;
 
 /// Cells that one `undo` may name: no operator can have more checkpoints kept.
-pub(super) const MOST_CELLS: u64 = 100;
+pub(super) const MAX_CELLS: u64 = 100;
 
 /// Bytes of the name of another MCP server. What it may say is checked by whoever registers it.
-pub(super) const LONGEST_SERVER_NAME: usize = 200;
+pub(super) const MAX_SERVER_NAME_LENGTH: usize = 200;
 
 /// Which session is meant by a call that names none.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -170,7 +170,7 @@ impl Given {
 
     pub(super) fn inside_path(self) -> Result<InsidePath, BadArgument> {
         let (tool, name) = (self.tool, self.name);
-        let text = self.text(LONGEST_PATH, 1)?;
+        let text = self.text(MAX_PATH_LENGTH, 1)?;
         InsidePath::from_str(&text).map_err(|cause| {
             wrong(
                 tool,
@@ -336,7 +336,7 @@ pub(super) fn shortened(text: &str) -> String {
 }
 
 /// Names further away than this are another word, not a slip.
-const LEAST_SIMILARITY: f64 = 0.7;
+const MIN_SIMILARITY: f64 = 0.7;
 
 pub(super) fn nearest<'a>(
     given: &str,
@@ -345,7 +345,7 @@ pub(super) fn nearest<'a>(
     let given = given.to_lowercase();
     candidates
         .map(|candidate| (strsim::jaro_winkler(&given, candidate), candidate))
-        .filter(|(similarity, _)| *similarity >= LEAST_SIMILARITY)
+        .filter(|(similarity, _)| *similarity >= MIN_SIMILARITY)
         .max_by(|left, right| left.0.total_cmp(&right.0))
         .map(|(_, candidate)| candidate)
 }

@@ -28,13 +28,13 @@ use crate::session::{
 
 /// Calls of one owner carried out at once. Each may hold an output in memory; a client with more
 /// than this under way has lost count.
-pub(super) const MOST_CALLS: usize = 256;
+pub(super) const MAX_CALLS: usize = 256;
 
 /// Why a call was given up by this room.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum CallRejected {
     #[error(
-        "{MOST_CALLS} of your calls are being carried out. Nothing was executed. Try again when \
+        "{MAX_CALLS} of your calls are being carried out. Nothing was executed. Try again when \
          one of them has been answered"
     )]
     Busy,

@@ -22,9 +22,9 @@ use serde::{Deserialize, Serialize};
 /// Connections that may be open at once, in all and for one caller. Each holds a task and some
 /// buffers.
 const MOST: usize = 4096;
-const MOST_OF_ONE: usize = 1024;
+const MAX_OF_ONE: usize = 1024;
 /// The largest file that is read back. What a client says of itself is shorter.
-const LARGEST_FILE: u64 = 64 * 1024;
+const MAX_FILE_BYTES: u64 = 64 * 1024;
 
 /// All connections.
 pub(super) struct Connections {
@@ -91,7 +91,7 @@ impl Connections {
             .values()
             .filter(|connection| connection.principal.as_deref() == Some(principal))
             .count();
-        known.len() < MOST && own < MOST_OF_ONE
+        known.len() < MOST && own < MAX_OF_ONE
     }
 
     /// Forgets those that `is_alive` does not know.
@@ -180,7 +180,7 @@ fn read_back(
                 .ok()
                 .and_then(|time| time.elapsed().ok())
                 .unwrap_or_default();
-            data.is_file() && data.len() <= LARGEST_FILE && age <= idle
+            data.is_file() && data.len() <= MAX_FILE_BYTES && age <= idle
         });
         let connection = connection
             .and_then(|_| serde_json::from_slice::<Connection>(&fs::read(entry.path()).ok()?).ok());
@@ -259,7 +259,7 @@ mod tests {
     #[tokio::test]
     async fn one_caller_cannot_take_all_places() {
         let connections = Connections::new(None, HOUR);
-        for number in 0..MOST_OF_ONE {
+        for number in 0..MAX_OF_ONE {
             assert!(connections.has_room("alice"));
             opened(&connections, &number.to_string(), "alice").await;
         }

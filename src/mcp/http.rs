@@ -50,7 +50,7 @@ use crate::http::routes::forbidden;
 
 /// Bytes in one body: room for the largest cell, and for nothing much larger. Files have routes of
 /// their own.
-pub const LARGEST_BODY: usize = 8 * 1024 * 1024;
+pub const MAX_BODY_BYTES: usize = 8 * 1024 * 1024;
 
 /// Bytes of a message that runs nothing. Also the bytes after which a longer one is looked at for
 /// the first time.
@@ -145,7 +145,7 @@ impl<H: Handler> Endpoint<H> {
         let mut config = StreamableHttpServerConfig::default()
             .with_json_response(true)
             .with_sse_keep_alive(Some(BETWEEN_SIGNS_OF_LIFE))
-            .with_max_request_body_bytes(LARGEST_BODY)
+            .with_max_request_body_bytes(MAX_BODY_BYTES)
             .with_cancellation_token(end)
             // Names and origins are checked before a request comes here, and on every other route
             // too.
@@ -302,8 +302,8 @@ impl<H: Handler> Endpoint<H> {
             .size_hint()
             .exact()
             .map_or(0, |size| usize::try_from(size).unwrap_or(usize::MAX));
-        if announced > LARGEST_BODY {
-            return Err(too_large(LARGEST_BODY));
+        if announced > MAX_BODY_BYTES {
+            return Err(too_large(MAX_BODY_BYTES));
         }
         let only_looks = ![Scope::Execute, Scope::Install, Scope::Register]
             .iter()
@@ -327,8 +327,8 @@ impl<H: Handler> Endpoint<H> {
             let Ok(data) = frame.map_err(unread)?.into_data() else {
                 continue;
             };
-            if whole.len() + data.len() > LARGEST_BODY {
-                return Err(too_large(LARGEST_BODY));
+            if whole.len() + data.len() > MAX_BODY_BYTES {
+                return Err(too_large(MAX_BODY_BYTES));
             }
             let is_new = whole.len() <= SMALL_BODY;
             bytes.grow(whole.len() + data.len()).map_err(crowded)?;
@@ -452,7 +452,7 @@ struct Admitted {
 
 /// Reads what is left of a body, up to the size of the largest, and keeps nothing.
 async fn discard(mut body: Body) {
-    let mut left = LARGEST_BODY;
+    let mut left = MAX_BODY_BYTES;
     while left > 0 {
         let Some(Ok(frame)) = body.frame().await else {
             return;

@@ -18,7 +18,7 @@ use tokio_util::sync::CancellationToken;
 use crate::session::{Principal, ProgressChannel, SessionId};
 
 /// Pieces of work that may be under way at once; more than this and callers wait for their answers.
-const MOST_JOBS: usize = 1000;
+const MAX_JOBS: usize = 1000;
 
 type Key = (Principal, SessionId);
 
@@ -113,7 +113,7 @@ impl Jobs {
         let mut jobs = self.jobs();
         let key = (owner.clone(), session.clone());
         let is_taken = jobs.get(&key).is_some_and(|job| !job.has_ended());
-        if is_taken || jobs.len() >= MOST_JOBS {
+        if is_taken || jobs.len() >= MAX_JOBS {
             return Err(job);
         }
         jobs.insert(key, job);

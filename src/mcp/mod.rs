@@ -69,11 +69,11 @@ use crate::session::servers::Trust;
 use crate::session::{InsidePath, Principal, Refused, SessionId, SessionState, WorkFolder};
 use asking::Seals;
 pub use asking::StateKey;
-use calls::MOST_CALLS;
+use calls::MAX_CALLS;
 pub use host_files::{HostFiles, RootError};
 use jobs::{CallSlots, Jobs};
 pub use profiles::{Modules, Profile};
-use resources::{Address, CutOutputs, LARGEST_INLINE};
+use resources::{Address, CutOutputs, MAX_INLINE_BYTES};
 pub use stdio::{ServeError, serve_stdio};
 use toolbox::Toolbox;
 
@@ -95,12 +95,12 @@ const ANSWERED_METHODS: [&str; 12] = [
 ];
 
 /// Files that are listed as resources. More would bury the rest.
-const MOST_FILES_LISTED: usize = 1000;
+const MAX_FILES_LISTED: usize = 1000;
 
 /// Rules that a client is told one by one; of more only the number.
-const MOST_RULES_TOLD: usize = 8;
+const MAX_RULES_TOLD: usize = 8;
 /// Names of packages in a tool's description; every client pays for each.
-const MOST_PACKAGES_TOLD: usize = 30;
+const MAX_PACKAGES_TOLD: usize = 30;
 
 /// What an operator can choose about the tools.
 #[derive(Debug, Clone)]
@@ -157,14 +157,14 @@ impl McpSettings {
                 "whose network needs a permission for every host".to_owned()
             }
             _ if allowed.iter().any(|rule| rule.is_everything()) => "with network".to_owned(),
-            (few, _) if few <= MOST_RULES_TOLD => {
+            (few, _) if few <= MAX_RULES_TOLD => {
                 format!("whose network reaches only {}{others}", texts(&allowed))
             }
             (more, _) => format!("whose network reaches only {more} listed places{others}"),
         };
         match denied.len() {
             0 => reached,
-            few if few <= MOST_RULES_TOLD => {
+            few if few <= MAX_RULES_TOLD => {
                 format!("{reached}, but not {}", texts(&denied).replace('!', ""))
             }
             more => format!("{reached}, but not {more} others"),
@@ -176,11 +176,11 @@ impl McpSettings {
         let told = self
             .packages
             .iter()
-            .take(MOST_PACKAGES_TOLD)
+            .take(MAX_PACKAGES_TOLD)
             .map(String::as_str)
             .collect::<Vec<_>>()
             .join(", ");
-        let more = match self.packages.len().saturating_sub(MOST_PACKAGES_TOLD) {
+        let more = match self.packages.len().saturating_sub(MAX_PACKAGES_TOLD) {
             0 => String::new(),
             more => format!(" and {more} more"),
         };
@@ -291,7 +291,7 @@ impl Server {
                 front: settings.front,
                 max_wait: settings.max_wait,
                 cut_outputs: Mutex::default(),
-                calls: CallSlots::new(MOST_CALLS),
+                calls: CallSlots::new(MAX_CALLS),
                 jobs: Jobs::default(),
                 seals: Seals::new(&settings.state_key),
                 draining: CancellationToken::new(),
@@ -405,8 +405,8 @@ impl Server {
                 .filter_map(|file| Some((file.path.parse().ok()?, file.size)));
             listed
                 .extend(files.map(|(path, size)| resources::listed_file(&session.id, &path, size)));
-            if listed.len() >= MOST_FILES_LISTED {
-                listed.truncate(MOST_FILES_LISTED);
+            if listed.len() >= MAX_FILES_LISTED {
+                listed.truncate(MAX_FILES_LISTED);
                 break;
             }
         }
@@ -429,7 +429,7 @@ impl Server {
                 ops::ReadFile {
                     session: session.clone(),
                     path: path.clone(),
-                    limit: LARGEST_INLINE,
+                    limit: MAX_INLINE_BYTES,
                 },
                 Io::sink(&mut bytes),
             )

@@ -34,13 +34,13 @@ use crate::session::{
 pub(super) const NO_OUTPUT: &str = "(no output)";
 
 /// Characters of an error and its message after a traceback that was cut.
-const LONGEST_SUMMARY: usize = 200;
+const MAX_SUMMARY_LENGTH: usize = 200;
 
 /// Results that wait to be collected and are told one by one; the rest is counted.
-const MOST_UNCOLLECTED_TOLD: usize = 5;
+const MAX_UNCOLLECTED_TOLD: usize = 5;
 
 /// Kinds of failed calls of MCP tools that are told.
-const MOST_FAILURES: usize = 5;
+const MAX_FAILURES: usize = 5;
 
 /// Why a result is told.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -298,7 +298,7 @@ fn other_results(session: &SessionId, others: &Others) -> Vec<String> {
     let mut lines = Vec::new();
     let mut waiting = others.uncollected.iter().collect::<Vec<_>>();
     waiting.sort_by_key(|result| result.failure.is_none());
-    let described = waiting.iter().take(MOST_UNCOLLECTED_TOLD).map(|result| {
+    let described = waiting.iter().take(MAX_UNCOLLECTED_TOLD).map(|result| {
         let Uncollected {
             execution,
             first_line,
@@ -309,7 +309,7 @@ fn other_results(session: &SessionId, others: &Others) -> Vec<String> {
             .map_or("ok".to_owned(), |why| format!("failed ({why})"));
         format!("execution {} `{first_line}`: {ended}", execution.0)
     });
-    let more = waiting.len().saturating_sub(MOST_UNCOLLECTED_TOLD);
+    let more = waiting.len().saturating_sub(MAX_UNCOLLECTED_TOLD);
     let more = (more > 0).then(|| format!("{more} more"));
     let described = described.chain(more).collect::<Vec<_>>().join("; ");
     match waiting.len() {
@@ -436,10 +436,10 @@ fn failed_calls(calls: &ToolCalls) -> Option<String> {
     }
     // Those behind the first hundred calls are counted only.
     let known: u64 = kinds.iter().map(|(_, count)| count).sum();
-    let is_more = kinds.len() > MOST_FAILURES || known < calls.failed;
+    let is_more = kinds.len() > MAX_FAILURES || known < calls.failed;
     let told = kinds
         .into_iter()
-        .take(MOST_FAILURES)
+        .take(MAX_FAILURES)
         .map(|(kind, count)| match count {
             1 => kind,
             count => format!("{kind} {count} times"),
@@ -615,7 +615,7 @@ pub(super) fn untold(error: &PythonError, output: &Output) -> Option<String> {
 /// Names an error with the beginning of its message.
 fn brief_summary(error: &PythonError) -> String {
     let whole = summary(error);
-    match whole.char_indices().nth(LONGEST_SUMMARY) {
+    match whole.char_indices().nth(MAX_SUMMARY_LENGTH) {
         Some((end, _)) => format!("{} [… the rest of the message is cut …]", &whole[..end]),
         None => whole,
     }

@@ -25,17 +25,17 @@ use crate::session::{ExecutionId, InsidePath, OutputId, OutputPart, Principal, S
 
 /// The largest file that a result holds. A model reads less, and larger files have a route of their
 /// own.
-pub(super) const LARGEST_INLINE: u64 = 1024 * 1024;
+pub(super) const MAX_INLINE_BYTES: u64 = 1024 * 1024;
 
 /// Bytes in one answer unless the reader asks for another number. Large enough for nearly every
 /// output, small enough for a context window.
 pub(super) const DEFAULT_LIMIT: usize = 256 * 1024;
 
 /// The most a reader may ask for at once.
-const LARGEST_LIMIT: usize = 4 * 1024 * 1024;
+const MAX_LIMIT_BYTES: usize = 4 * 1024 * 1024;
 
 /// Outputs that are listed. More would bury the newest ones.
-const MOST_LISTED: usize = 100;
+const MAX_LISTED: usize = 100;
 
 /// A character is at most four bytes long, so this much on either side of a slice is enough to find
 /// its borders.
@@ -141,7 +141,7 @@ impl FromStr for Address {
             // Half of a figure's JSON is of no use, and none is larger than this.
             limit: match part {
                 OutputPart::Text => DEFAULT_LIMIT,
-                OutputPart::Figure(_) => LARGEST_LIMIT,
+                OutputPart::Figure(_) => MAX_LIMIT_BYTES,
             },
         };
         for pair in query.split('&').filter(|pair| !pair.is_empty()) {
@@ -150,7 +150,7 @@ impl FromStr for Address {
                     address.offset = within("offset", number, 0, i64::MAX as u64)?
                 }
                 ("limit", number) => {
-                    address.limit = within("limit", number, 1, LARGEST_LIMIT as u64)? as usize
+                    address.limit = within("limit", number, 1, MAX_LIMIT_BYTES as u64)? as usize
                 }
                 (other, _) => return Err(BadAddress::Parameter(other.chars().take(40).collect())),
             }
@@ -280,7 +280,7 @@ impl CutOutputs {
         session: &SessionId,
         execution: ExecutionId,
     ) {
-        if self.kept.len() == MOST_LISTED {
+        if self.kept.len() == MAX_LISTED {
             self.kept.pop_front();
         }
         self.kept
@@ -378,7 +378,7 @@ mod tests {
         let uri = output_uri(&"a".parse().unwrap(), output);
         assert_eq!(uri, "cellblock://sessions/a/executions/7/figures/2");
         let address: Address = uri.parse().unwrap();
-        assert_eq!((address.output, address.limit), (output, LARGEST_LIMIT));
+        assert_eq!((address.output, address.limit), (output, MAX_LIMIT_BYTES));
         for total in [2, 3] {
             let slice = Slice {
                 bytes: b"{}".to_vec(),
@@ -431,11 +431,11 @@ mod tests {
         let limit = BadAddress::Number {
             name: "limit",
             least: 1,
-            most: LARGEST_LIMIT as u64,
+            most: MAX_LIMIT_BYTES as u64,
         };
         assert_eq!(parse("limit=0").unwrap_err(), limit);
         assert_eq!(parse("limit=4194305").unwrap_err(), limit);
-        assert_eq!(parse("limit=4194304"), Ok(address(0, LARGEST_LIMIT)));
+        assert_eq!(parse("limit=4194304"), Ok(address(0, MAX_LIMIT_BYTES)));
     }
 
     #[test]
@@ -499,11 +499,11 @@ mod tests {
         let (alice, bob) = (Principal("alice".to_owned()), Principal("bob".to_owned()));
         let session: SessionId = "a".parse().unwrap();
         outputs.remember(&bob, &session, ExecutionId(1));
-        for number in 2..=MOST_LISTED as u64 + 1 {
+        for number in 2..=MAX_LISTED as u64 + 1 {
             outputs.remember(&alice, &session, ExecutionId(number));
         }
-        assert_eq!(outputs.of(&alice).len(), MOST_LISTED);
-        assert_eq!(outputs.of(&alice)[0].1, ExecutionId(MOST_LISTED as u64 + 1));
+        assert_eq!(outputs.of(&alice).len(), MAX_LISTED);
+        assert_eq!(outputs.of(&alice)[0].1, ExecutionId(MAX_LISTED as u64 + 1));
         assert_eq!(outputs.of(&bob), [], "the oldest was dropped");
         outputs.remember(&bob, &session, ExecutionId(999));
         assert_eq!(outputs.of(&bob), [(session, ExecutionId(999))]);

@@ -45,7 +45,7 @@ use crate::session::SessionId;
 
 /// Bytes in one line. Room for the largest cell even when every character of it is escaped, and for
 /// nothing much larger.
-const LONGEST_LINE: usize = 16 * 1024 * 1024;
+const MAX_LINE_LENGTH: usize = 16 * 1024 * 1024;
 
 /// Lines that may wait for a slow reader before those who answer wait too.
 const WAITING_LINES: usize = 64;
@@ -96,7 +96,7 @@ pub(super) async fn serve(
     let (outgoing, lines) = mpsc::channel(WAITING_LINES);
     let mut writing = tokio::spawn(write_lines(writer, lines, connection.clone()));
     let transport = LineTransport {
-        lines: Lines::new(reader, LONGEST_LINE),
+        lines: Lines::new(reader, MAX_LINE_LENGTH),
         outgoing: Some(outgoing),
         reading: None,
         rejection: None,
@@ -332,8 +332,9 @@ impl Transport<RoleServer> for LineTransport {
             match self.lines.next().await {
                 Ok(Some(Line::Whole(line))) => self.reading = Some(wire::reading(line)),
                 Ok(Some(Line::TooLong)) => {
-                    let text =
-                        format!("the message is longer than {LONGEST_LINE} bytes and was skipped");
+                    let text = format!(
+                        "the message is longer than {MAX_LINE_LENGTH} bytes and was skipped"
+                    );
                     self.rejection =
                         Some(Rejection::new(Value::Null, ErrorCode::INVALID_REQUEST, text).line());
                 }

@@ -1146,7 +1146,7 @@ async fn calls_run_side_by_side() {
 #[tokio::test(start_paused = true)]
 async fn more_calls_than_the_server_takes_are_told_that_it_is_busy() {
     let mut client = Client::legacy("2025-11-25").await;
-    for number in 0..MOST_CALLS {
+    for number in 0..MAX_CALLS {
         client.send(execute(100 + number as i64, "wait")).await;
         client.started.recv().await.unwrap();
     }

@@ -17,7 +17,7 @@ use std::time::Duration;
 use super::place::{End, Place};
 
 /// Sessions remembered before those without a call under way are forgotten.
-const MOST_REMEMBERED: usize = 256;
+const MAX_REMEMBERED: usize = 256;
 
 /// Gives out turns.
 #[derive(Default)]
@@ -29,7 +29,7 @@ pub(super) struct Turns {
 impl Turns {
     /// Returns the next turn at this session.
     pub(super) fn next(&mut self, caller: &str, session: &str) -> Turn {
-        if self.last.len() >= MOST_REMEMBERED {
+        if self.last.len() >= MAX_REMEMBERED {
             self.last.retain(|_, end| !end.is_over());
         }
         let line = (caller.to_owned(), session.to_owned());
@@ -241,10 +241,10 @@ mod tests {
     async fn sessions_without_a_call_under_way_are_forgotten() {
         let mut turns = Turns::default();
         let _held = turns.next("ann", "held");
-        for number in 0..10 * MOST_REMEMBERED {
+        for number in 0..10 * MAX_REMEMBERED {
             drop(turns.next("ann", &number.to_string()));
         }
-        assert!(turns.last.len() <= MOST_REMEMBERED);
+        assert!(turns.last.len() <= MAX_REMEMBERED);
         assert!(
             turns
                 .last

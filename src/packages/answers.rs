@@ -16,12 +16,12 @@ pub(super) const ANSWER_FILE: &str = "answer.json";
 /// File with the certificates of the index.
 pub(super) const CERTIFICATES_FILE: &str = "certificates.pem";
 /// Maximum size of a reply. A reply with ten thousand packages is smaller.
-pub(super) const LARGEST_ANSWER: u64 = 4 << 20;
+pub(super) const MAX_ANSWER_BYTES: u64 = 4 << 20;
 /// Maximum number of distributions in one installation.
-const MOST_PACKAGES: usize = 2_000;
+const MAX_PACKAGES: usize = 2_000;
 
 /// Maximum number of remarks about older versions in a reply, and of packages in each remark.
-const MOST_REMARKS: usize = 5;
+const MAX_REMARKS: usize = 5;
 
 /// Returns the name of the file with the stream of the package with this number.
 pub(super) fn stream_file(number: usize) -> String {
@@ -136,15 +136,15 @@ impl Resolved {
         if self.tag.is_empty() || self.tag.len() > 500 || !self.tag.chars().all(is_tag) {
             return Err("the platform has no proper name");
         }
-        if self.pins.len() > MOST_PACKAGES {
+        if self.pins.len() > MAX_PACKAGES {
             return Err("the number of packages is absurd");
         }
         for pin in &mut self.pins {
             pin.check()?;
         }
-        self.held_back.truncate(MOST_REMARKS);
+        self.held_back.truncate(MAX_REMARKS);
         for held in &mut self.held_back {
-            held.replaced.truncate(MOST_REMARKS);
+            held.replaced.truncate(MAX_REMARKS);
             let is_package = |name: &str, versions: [&str; 2]| {
                 is_name(name) && name.len() <= 200 && versions.into_iter().all(is_version)
             };
@@ -194,7 +194,7 @@ fn is_plain_address(url: &str) -> bool {
 
 /// Checks the list of packed packages and normalises names.
 pub(super) fn checked_packages(mut packed: Vec<Packed>) -> Result<Vec<Packed>, &'static str> {
-    if packed.len() > MOST_PACKAGES {
+    if packed.len() > MAX_PACKAGES {
         return Err("the number of packages is absurd");
     }
     for package in &mut packed {
@@ -247,7 +247,7 @@ mod tests {
         ] {
             check(bad.clone()).expect_err(&format!("{bad:?}"));
         }
-        let pins = vec![pin("a", Some("1"), None, &hash); MOST_PACKAGES + 1];
+        let pins = vec![pin("a", Some("1"), None, &hash); MAX_PACKAGES + 1];
         resolved("x", pins).checked().unwrap_err();
         resolved("x\n", Vec::new()).checked().unwrap_err();
     }

@@ -30,7 +30,7 @@ const PROXIES: [&str; 3] = ["http_proxy", "https_proxy", "all_proxy"];
 const NO_PROXY: &str = "no_proxy";
 
 /// Timeout for a query to uv.
-const LONGEST_ANSWER: Duration = Duration::from_secs(30);
+const MAX_ANSWER_TIME: Duration = Duration::from_secs(30);
 
 /// Package indexes, their file hosts, and how TLS connections to them are verified.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -423,7 +423,7 @@ async fn ask(
         drop(input);
         child.wait_with_output().await
     };
-    let answer = tokio::time::timeout(LONGEST_ANSWER, conversation).await;
+    let answer = tokio::time::timeout(MAX_ANSWER_TIME, conversation).await;
     let answer = answer
         .map_err(|_| "it did not answer".to_owned())?
         .map_err(|error| error.to_string())?;

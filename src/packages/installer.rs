@@ -16,7 +16,7 @@ use serde::de::DeserializeOwned;
 
 use super::answers::{
     ANSWER_FILE, CERTIFICATES_FILE, HeldBack, InstallerReply, InstallerRequest, InstallerStep,
-    LARGEST_ANSWER, Packed, Pin, REQUEST_FILE, Resolved, WantedPackages, checked_packages,
+    MAX_ANSWER_BYTES, Packed, Pin, REQUEST_FILE, Resolved, WantedPackages, checked_packages,
     stream_file,
 };
 use super::requirement::{Requirement, Source};
@@ -39,7 +39,7 @@ const ANSWERS_KEPT: usize = 256;
 /// Allowance for the headers and the end of a stream, in addition to the bytes of its files.
 const ROOM_FOR_HEADERS: u64 = 64 << 20;
 /// Maximum size of a certificate file. A machine's whole collection is a fifth of this.
-const LARGEST_CERTIFICATES: u64 = 1 << 20;
+const MAX_CERTIFICATES_BYTES: u64 = 1 << 20;
 /// Limits on a reply of the installer, in addition to its size.
 const ANSWER: Budget = Budget {
     depth: MAX_DEPTH,
@@ -48,7 +48,7 @@ const ANSWER: Budget = Budget {
 
 /// Maximum number of lines of installer output in an error.
 const LINES_KEPT: usize = 40;
-const LONGEST_LINE: usize = 1_000;
+const MAX_LINE_LENGTH: usize = 1_000;
 
 /// A session's request for packages.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -543,7 +543,7 @@ impl Job<'_> {
         let mut answer = Vec::new();
         let file =
             sandbox
-                .take(ANSWER_FILE, LARGEST_ANSWER)
+                .take(ANSWER_FILE, MAX_ANSWER_BYTES)
                 .await
                 .map_err(|error| match error {
                     // The installer ended without a reply; its output is the only hint at the
@@ -553,7 +553,7 @@ impl Job<'_> {
                     },
                     other => other,
                 })?;
-        let read = file.take(LARGEST_ANSWER).read_to_end(&mut answer);
+        let read = file.take(MAX_ANSWER_BYTES).read_to_end(&mut answer);
         read.map_err(|_| PackageError::Unfitting("it cannot be read"))?;
         cellblock_json::read(&answer, ANSWER)
             .map_err(|_| PackageError::Unfitting("it is not of the agreed form"))
@@ -735,9 +735,9 @@ async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) 
 fn read_certificates(path: &Path) -> io::Result<Vec<u8>> {
     let mut content = Vec::new();
     std::fs::File::open(path)?
-        .take(LARGEST_CERTIFICATES + 1)
+        .take(MAX_CERTIFICATES_BYTES + 1)
         .read_to_end(&mut content)?;
-    if content.len() as u64 > LARGEST_CERTIFICATES {
+    if content.len() as u64 > MAX_CERTIFICATES_BYTES {
         return Err(io::Error::other("the file is too large"));
     }
     Ok(content)
@@ -749,7 +749,7 @@ fn shortened(words: &str) -> String {
         let shown = |letter: char| if letter.is_control() { ' ' } else { letter };
         line.trim_end()
             .chars()
-            .take(LONGEST_LINE)
+            .take(MAX_LINE_LENGTH)
             .map(shown)
             .collect()
     };

@@ -40,7 +40,7 @@ use async_trait::async_trait;
 pub use index::{FileHosts, IndexError, IndexSettings, IndexUrl, Proxies};
 pub use installer::{Installer, PackageRequest};
 pub use requirement::{
-    LONGEST_REQUIREMENT, Location, MOST_REQUIREMENTS, Requirement, RequirementError, Source,
+    Location, MAX_REQUIREMENT_LENGTH, MAX_REQUIREMENTS, Requirement, RequirementError, Source,
     normalised,
 };
 pub use store::{Room, Sharing, Store, StoreError, Tree, TreeKey, TreeName, TreeRecord};

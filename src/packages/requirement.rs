@@ -17,9 +17,9 @@
 use std::fmt;
 
 /// Maximum number of requirements in one request.
-pub const MOST_REQUIREMENTS: usize = 100;
+pub const MAX_REQUIREMENTS: usize = 100;
 /// Maximum length of a requirement. Only URLs are long, and none in common use comes near it.
-pub const LONGEST_REQUIREMENT: usize = 500;
+pub const MAX_REQUIREMENT_LENGTH: usize = 500;
 
 /// A requirement that cannot be read as anything else in a requirements file.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -70,9 +70,9 @@ impl fmt::Display for Location {
 pub enum RequirementError {
     #[error("no package was named; give a requirement such as \"polars\" or \"polars>=1\"")]
     Nothing,
-    #[error("{0} requirements are too many; at most {MOST_REQUIREMENTS} can be installed at once")]
+    #[error("{0} requirements are too many; at most {MAX_REQUIREMENTS} can be installed at once")]
     TooMany(usize),
-    #[error("a requirement of {0} characters is too long; the limit is {LONGEST_REQUIREMENT}")]
+    #[error("a requirement of {0} characters is too long; the limit is {MAX_REQUIREMENT_LENGTH}")]
     TooLong(usize),
     #[error("\"{}\" cannot be installed: {why}", text.escape_debug())]
     Malformed { text: String, why: &'static str },
@@ -96,7 +96,7 @@ impl Requirement {
         if text.is_empty() {
             return Err(RequirementError::Nothing);
         }
-        if text.len() > LONGEST_REQUIREMENT {
+        if text.len() > MAX_REQUIREMENT_LENGTH {
             return Err(RequirementError::TooLong(text.len()));
         }
         let read = read(text).map_err(|why| RequirementError::Malformed {
@@ -123,7 +123,7 @@ impl Requirement {
     ) -> Result<Vec<Requirement>, RequirementError> {
         match texts.len() {
             0 => Err(RequirementError::Nothing),
-            1..=MOST_REQUIREMENTS => texts
+            1..=MAX_REQUIREMENTS => texts
                 .iter()
                 .map(|text| Requirement::parse(text.as_ref(), &allows_host))
                 .collect(),

@@ -23,8 +23,8 @@ use serde::Deserialize;
 use sha2::{Digest, Sha256};
 
 /// Maximum length of a header: a path may have 1,024 bytes, and JSON may need six for each.
-const LONGEST_HEADER: u64 = 8 * 1024;
-const LONGEST_PATH: usize = 1024;
+const MAX_HEADER_LENGTH: u64 = 8 * 1024;
+const MAX_PATH_LENGTH: usize = 1024;
 const DEEPEST_PATH: usize = 64;
 
 /// Limits on one tree.
@@ -165,11 +165,11 @@ fn header_line(stream: &mut impl BufRead) -> Result<Vec<u8>, StreamError> {
     let mut line = Vec::new();
     stream
         .by_ref()
-        .take(LONGEST_HEADER)
+        .take(MAX_HEADER_LENGTH)
         .read_until(b'\n', &mut line)?;
     match line.pop() {
         Some(b'\n') => Ok(line),
-        Some(_) if line.len() as u64 + 1 == LONGEST_HEADER => {
+        Some(_) if line.len() as u64 + 1 == MAX_HEADER_LENGTH => {
             Err(StreamError::Malformed("a header is too long"))
         }
         _ => Err(StreamError::Malformed("it ends in the middle")),
@@ -192,7 +192,7 @@ fn finish(mut stream: impl Read, listing: Listing, count: u64) -> Result<Listing
 }
 
 fn check_path(path: &str) -> Result<(), &'static str> {
-    if path.is_empty() || path.len() > LONGEST_PATH {
+    if path.is_empty() || path.len() > MAX_PATH_LENGTH {
         return Err("has no name, or one that is too long");
     }
     if path.contains(char::is_control) {

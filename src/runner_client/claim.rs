@@ -16,25 +16,25 @@ use serde_json::{Map, Value};
 use super::frame::{Frame, FrameError};
 
 /// Entries kept of a file list.
-pub const MOST_LISTED: usize = 1000;
+pub const MAX_LISTED: usize = 1000;
 /// Bytes kept of a file version.
-const LONGEST_VERSION: usize = 100;
+const MAX_VERSION_LENGTH: usize = 100;
 /// Entries kept of each list of changes.
-const MOST_CHANGES: usize = 50;
+const MAX_CHANGES: usize = 50;
 /// Bytes kept of names, types and shapes.
-const LONGEST_NAME: usize = 256;
+const MAX_NAME_LENGTH: usize = 256;
 /// Bytes kept of a path; the kernel accepts no longer ones.
-const LONGEST_PATH: usize = 4096;
+const MAX_PATH_LENGTH: usize = 4096;
 /// Bytes kept of an exception's message and of a reason for failure.
-const LONGEST_MESSAGE: usize = 16 * 1024;
+const MAX_MESSAGE_LENGTH: usize = 16 * 1024;
 /// Bytes kept of a traceback before the caller's own limit cuts it further.
-const LONGEST_TRACEBACK: usize = 1024 * 1024;
+const MAX_TRACEBACK_LENGTH: usize = 1024 * 1024;
 /// Representations of the same content in one bundle.
-const MOST_KINDS: usize = 32;
+const MAX_KINDS: usize = 32;
 /// Entries kept of the list of things that a copy lost.
-const MOST_LOSSES: usize = 50;
+const MAX_LOSSES: usize = 50;
 /// Bytes kept of each entry, and of the reason why files were left alone.
-const LONGEST_LOSS: usize = 200;
+const MAX_LOSS_LENGTH: usize = 200;
 /// Limits for the contents of a header. The lists that a runner makes are short; only tool
 /// arguments may be long.
 const HEADER: Budget = Budget {
@@ -437,7 +437,7 @@ pub(super) fn read(frame: Frame) -> Result<(Claim, Option<u32>), FrameError> {
                 Some(Spoken::Number(version)) => version,
                 _ => 0,
             },
-            python: shortened(header.python, LONGEST_NAME),
+            python: shortened(header.python, MAX_NAME_LENGTH),
             marker: read_marker(&header.marker)
                 .ok_or_else(|| wrong("its marker is not 32 hexadecimal digits"))?,
             copy: CopyReport {
@@ -448,7 +448,7 @@ pub(super) fn read(frame: Frame) -> Result<(Claim, Option<u32>), FrameError> {
                 },
                 why: header
                     .why
-                    .map(|why| shortened(without_controls(why), LONGEST_LOSS)),
+                    .map(|why| shortened(without_controls(why), MAX_LOSS_LENGTH)),
                 mapped: header.mapped,
                 seeded: GENERATORS
                     .into_iter()
@@ -462,7 +462,7 @@ pub(super) fn read(frame: Frame) -> Result<(Claim, Option<u32>), FrameError> {
         },
         "display" => Claim::Display {
             id: id()?,
-            display_id: header.display_id.map(|id| shortened(id, LONGEST_NAME)),
+            display_id: header.display_id.map(|id| shortened(id, MAX_NAME_LENGTH)),
             update: header.update,
             bundle: bundle(header.data, header.blobs, &frame.payload)?,
         },
@@ -500,15 +500,15 @@ pub(super) fn read(frame: Frame) -> Result<(Claim, Option<u32>), FrameError> {
             total: header.total,
             version: match header.spoken {
                 Some(Spoken::Text(version)) => {
-                    shortened(without_controls(version), LONGEST_VERSION)
+                    shortened(without_controls(version), MAX_VERSION_LENGTH)
                 }
                 _ => String::new(),
             },
         },
         "file_list" => {
             let mut entries = header.entries;
-            let left_out = entries.len().saturating_sub(MOST_LISTED) as u64;
-            entries.truncate(MOST_LISTED);
+            let left_out = entries.len().saturating_sub(MAX_LISTED) as u64;
+            entries.truncate(MAX_LISTED);
             Claim::FileList {
                 id: id()?,
                 entries,
@@ -522,7 +522,7 @@ pub(super) fn read(frame: Frame) -> Result<(Claim, Option<u32>), FrameError> {
         "failed" => Claim::Failed {
             id: id()?,
             reason: FileFailure::from_word(&header.reason),
-            message: shortened(header.message, LONGEST_MESSAGE),
+            message: shortened(header.message, MAX_MESSAGE_LENGTH),
         },
         "packages_added" => Claim::PackagesAdded {
             id: id()?,
@@ -700,21 +700,21 @@ fn bundle(
     payload: &[u8],
 ) -> Result<Bundle, FrameError> {
     let mut bundle = Bundle::default();
-    for (mime, value) in data.into_iter().take(MOST_KINDS) {
+    for (mime, value) in data.into_iter().take(MAX_KINDS) {
         let text = match value {
             Value::String(text) => text,
             other => other.to_string(),
         };
-        bundle.texts.insert(shortened(mime, LONGEST_NAME), text);
+        bundle.texts.insert(shortened(mime, MAX_NAME_LENGTH), text);
     }
     let mut rest = payload;
-    let many = blobs.len() > MOST_KINDS;
-    for blob in blobs.into_iter().take(MOST_KINDS) {
+    let many = blobs.len() > MAX_KINDS;
+    for blob in blobs.into_iter().take(MAX_KINDS) {
         let size = usize::try_from(blob.size).map_err(|_| FrameError::Payload)?;
         let (bytes, later) = rest.split_at_checked(size).ok_or(FrameError::Payload)?;
         bundle
             .blobs
-            .push((shortened(blob.mime, LONGEST_NAME), bytes.to_vec()));
+            .push((shortened(blob.mime, MAX_NAME_LENGTH), bytes.to_vec()));
         rest = later;
     }
     if !rest.is_empty() && !many {
@@ -725,34 +725,36 @@ fn bundle(
 
 fn bounded_error(error: ClaimedError) -> ClaimedError {
     ClaimedError {
-        name: shortened(error.name, LONGEST_NAME),
-        message: shortened_and_marked(error.message, LONGEST_MESSAGE),
-        traceback: shortened_in_the_middle(error.traceback, LONGEST_TRACEBACK),
+        name: shortened(error.name, MAX_NAME_LENGTH),
+        message: shortened_and_marked(error.message, MAX_MESSAGE_LENGTH),
+        traceback: shortened_in_the_middle(error.traceback, MAX_TRACEBACK_LENGTH),
         line: error.line,
     }
 }
 
 fn bounded_variables(changes: Changes<ClaimedVariable>) -> Changes<ClaimedVariable> {
     bounded(changes, |variable| ClaimedVariable {
-        name: shortened(variable.name, LONGEST_NAME),
-        kind: shortened(variable.kind, LONGEST_NAME),
-        shape: variable.shape.map(|shape| shortened(shape, LONGEST_NAME)),
+        name: shortened(variable.name, MAX_NAME_LENGTH),
+        kind: shortened(variable.kind, MAX_NAME_LENGTH),
+        shape: variable
+            .shape
+            .map(|shape| shortened(shape, MAX_NAME_LENGTH)),
         size: variable.size,
     })
 }
 
 fn bounded_files(changes: Changes<ClaimedFile>) -> Changes<ClaimedFile> {
     bounded(changes, |file| ClaimedFile {
-        path: shortened(file.path, LONGEST_PATH),
+        path: shortened(file.path, MAX_PATH_LENGTH),
         size: file.size,
     })
 }
 
 fn bounded<T>(mut changes: Changes<T>, entry: impl Fn(T) -> T) -> Changes<T> {
     let all = changes.created.len() + changes.changed.len() + changes.deleted.len();
-    changes.created.truncate(MOST_CHANGES);
-    changes.changed.truncate(MOST_CHANGES);
-    changes.deleted.truncate(MOST_CHANGES);
+    changes.created.truncate(MAX_CHANGES);
+    changes.changed.truncate(MAX_CHANGES);
+    changes.deleted.truncate(MAX_CHANGES);
     let kept = changes.created.len() + changes.changed.len() + changes.deleted.len();
     Changes {
         created: changes.created.into_iter().map(&entry).collect(),
@@ -760,17 +762,17 @@ fn bounded<T>(mut changes: Changes<T>, entry: impl Fn(T) -> T) -> Changes<T> {
         deleted: changes
             .deleted
             .into_iter()
-            .map(|name| shortened(name, LONGEST_PATH))
+            .map(|name| shortened(name, MAX_PATH_LENGTH))
             .collect(),
         omitted: changes.omitted.saturating_add((all - kept) as u64),
     }
 }
 
 fn bounded_losses(mut losses: Vec<String>) -> Vec<String> {
-    losses.truncate(MOST_LOSSES);
+    losses.truncate(MAX_LOSSES);
     losses
         .into_iter()
-        .map(|loss| shortened(without_controls(loss), LONGEST_LOSS))
+        .map(|loss| shortened(without_controls(loss), MAX_LOSS_LENGTH))
         .collect()
 }
 

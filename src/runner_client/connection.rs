@@ -47,13 +47,13 @@ const MAX_READ: usize = 1024 * 1024;
 const FRAME_COST: usize = 1024;
 /// Pipes of earlier cells that are still read, so that processes left behind neither block nor die.
 /// Older ones are closed.
-const MOST_RETIRED: usize = 16;
+const MAX_RETIRED: usize = 16;
 /// Bytes read from each stream after the end of the interpreter: all that a pipe can hold. A
 /// process that was left behind may keep writing forever.
 const DRAIN_LIMIT: usize = 1024 * 1024;
 /// Received descriptors whose frames have not been reported yet: several threads of a cell may
 /// request commands at once.
-const MOST_DESCRIPTORS: usize = 64;
+const MAX_DESCRIPTORS: usize = 64;
 /// File system type of pipes made by `pipe`. A named pipe could be on a file system that the user
 /// controls.
 const PIPE_FILE_SYSTEM: u64 = 0x5049_5045;
@@ -541,7 +541,7 @@ impl Connection {
                 .zip(old)
                 .filter_map(|(pipe, end)| Some((pipe, end?))),
         );
-        while self.retired.len() > MOST_RETIRED {
+        while self.retired.len() > MAX_RETIRED {
             self.retired.pop_front();
         }
         Ok(())
@@ -731,7 +731,7 @@ fn receive(
     }
     if message.flags.contains(ReturnFlags::CTRUNC)
         || descriptors.len() > held + 2
-        || descriptors.len() > MOST_DESCRIPTORS
+        || descriptors.len() > MAX_DESCRIPTORS
         || !descriptors.iter().all(is_pipe)
     {
         return Ok(Received::WrongDescriptors);

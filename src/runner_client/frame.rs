@@ -7,7 +7,7 @@ use bytes::Bytes;
 use serde::Serialize;
 
 /// Limit in bytes for a frame after its first four. A large plot with its source is well below.
-pub const LARGEST_FRAME: usize = 32 * 1024 * 1024;
+pub const MAX_FRAME_BYTES: usize = 32 * 1024 * 1024;
 
 /// Capacity above which the decoder releases memory after a large frame.
 const KEPT_CAPACITY: usize = 256 * 1024;
@@ -22,7 +22,7 @@ pub(super) struct Frame {
 /// Violation of the layout or the meaning of a frame.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum FrameError {
-    #[error("a frame of {length} bytes exceeds the limit of {LARGEST_FRAME}")]
+    #[error("a frame of {length} bytes exceeds the limit of {MAX_FRAME_BYTES}")]
     TooLarge { length: usize },
     #[error("a frame of {length} bytes is too short for the length of its header")]
     TooShort { length: usize },
@@ -64,7 +64,7 @@ impl Decoder {
         let Some((length, rest)) = take_length(bytes) else {
             return Ok(None);
         };
-        if length > LARGEST_FRAME {
+        if length > MAX_FRAME_BYTES {
             return Err(FrameError::TooLarge { length });
         }
         if length < 4 {
@@ -110,8 +110,8 @@ fn take_length(bytes: &[u8]) -> Option<(usize, &[u8])> {
 
 /// Appends one frame to `buffer`.
 ///
-/// The caller keeps header and payload below `LARGEST_FRAME`: code and chunks of files are limited
-/// long before they reach this function.
+/// The caller keeps header and payload below `MAX_FRAME_BYTES`: code and chunks of files are
+/// limited long before they reach this function.
 pub fn encode(header: &impl Serialize, payload: &[u8], buffer: &mut Vec<u8>) {
     let start = buffer.len();
     buffer.extend_from_slice(&[0; 8]);
@@ -121,7 +121,7 @@ pub fn encode(header: &impl Serialize, payload: &[u8], buffer: &mut Vec<u8>) {
     buffer.extend_from_slice(payload);
     let length = buffer.len() - start - 4;
     debug_assert!(
-        length <= LARGEST_FRAME,
+        length <= MAX_FRAME_BYTES,
         "the host's own frames are bounded by their makers"
     );
     buffer[start..start + 4].copy_from_slice(&(length as u32).to_be_bytes());
@@ -161,15 +161,15 @@ mod tests {
 
     #[test]
     fn a_frame_that_is_too_large_is_refused_before_its_bytes_arrive() {
-        let announced = (LARGEST_FRAME as u32 + 1).to_be_bytes();
+        let announced = (MAX_FRAME_BYTES as u32 + 1).to_be_bytes();
         assert_eq!(
             decode_all(&announced),
             Err(FrameError::TooLarge {
-                length: LARGEST_FRAME + 1
+                length: MAX_FRAME_BYTES + 1
             })
         );
         assert_eq!(
-            decode_all(&(LARGEST_FRAME as u32).to_be_bytes()),
+            decode_all(&(MAX_FRAME_BYTES as u32).to_be_bytes()),
             Ok(vec![])
         );
     }

@@ -26,7 +26,7 @@ const MARKER: usize = PREFIX + 6;
 /// looked is within this distance.
 const SEARCH: usize = 1024 * 1024;
 /// Bytes that may be held behind a marker per pipe. Both pipes together stay below one MiB.
-const MOST_HELD: usize = 400 * 1024;
+const MAX_HELD: usize = 400 * 1024;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Pipe {
@@ -300,7 +300,7 @@ impl Merger {
             return false;
         };
         let another_frame = stop.frame_follows && expected.is_some_and(|seq| seq != stop.seq);
-        let too_much = stream.held.len() - stream.from > MOST_HELD;
+        let too_much = stream.held.len() - stream.from > MAX_HELD;
         // Without bytes behind it and without a frame to place, a stop does no harm and may still
         // find its counterpart.
         let matters = stream.has_bytes() || expected.is_some();
@@ -364,7 +364,7 @@ impl TextStream {
         if self.from == self.held.len() {
             self.held.clear();
             self.from = 0;
-        } else if self.from > MOST_HELD {
+        } else if self.from > MAX_HELD {
             self.held.drain(..self.from);
             self.from = 0;
         }
@@ -688,7 +688,7 @@ mod tests {
             kept += std::iter::from_fn(|| merger.pop())
                 .map(|(_, bytes)| bytes.len())
                 .sum::<usize>();
-            assert!(merger.streams[0].held.len() <= MOST_HELD + 65536);
+            assert!(merger.streams[0].held.len() <= MAX_HELD + 65536);
         }
         merger.finish();
         kept += std::iter::from_fn(|| merger.pop())

@@ -16,10 +16,10 @@ mod request;
 
 pub use claim::{
     Branched, Bundle, Changes, Claim, ClaimedCommand, ClaimedError, ClaimedFile, ClaimedLate,
-    ClaimedVariable, CopiedFiles, CopyReport, DoneClaim, FileFailure, HostCall, MOST_LISTED,
+    ClaimedVariable, CopiedFiles, CopyReport, DoneClaim, FileFailure, HostCall, MAX_LISTED,
     OutputPipes,
 };
 pub use connection::{Connection, ConnectionError, Event};
-pub use frame::{FrameError, LARGEST_FRAME, encode};
+pub use frame::{FrameError, MAX_FRAME_BYTES, encode};
 pub use merge::Pipe;
 pub use request::{HostCallAnswer, ModuleFile, Request};

@@ -6,7 +6,7 @@ use std::io;
 use serde::Serialize;
 use serde_json::Value;
 
-use super::frame::LARGEST_FRAME;
+use super::frame::MAX_FRAME_BYTES;
 
 /// The header of a frame for the runner. Code and files are sent as its payload.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -154,7 +154,7 @@ impl Request {
         let mut counter = Counter(4);
         serde_json::to_writer(&mut counter, self)
             .expect("headers are plain structures with text keys");
-        counter.0 <= LARGEST_FRAME
+        counter.0 <= MAX_FRAME_BYTES
     }
 }
 
@@ -339,7 +339,7 @@ mod tests {
             .to(1)
         };
         let around = serde_json::to_vec(&answer(0)).unwrap().len() + 4;
-        assert!(answer(LARGEST_FRAME - around).fits_a_frame());
-        assert!(!answer(LARGEST_FRAME - around + 1).fits_a_frame());
+        assert!(answer(MAX_FRAME_BYTES - around).fits_a_frame());
+        assert!(!answer(MAX_FRAME_BYTES - around + 1).fits_a_frame());
     }
 }

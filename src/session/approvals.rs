@@ -21,13 +21,13 @@ use crate::approval::{
 };
 
 /// Decisions made without a person that an outcome lists.
-const MOST_RULINGS: usize = 100;
+const MAX_RULINGS: usize = 100;
 /// Limit in characters for the text of one request, and for all requests together. Longer texts are
 /// shortened and shown with their digest.
-const MOST_SHOWN: usize = 6000;
-const MOST_SHOWN_TOGETHER: usize = 24_000;
+const MAX_SHOWN: usize = 6000;
+const MAX_SHOWN_TOGETHER: usize = 24_000;
 /// Installations of one session that may wait for approval.
-const MOST_INSTALLATIONS: usize = 16;
+const MAX_INSTALLATIONS: usize = 16;
 
 /// The policy and stored permissions that apply to code, and the approval timeout.
 #[derive(Debug, Clone)]
@@ -197,7 +197,7 @@ impl Wording {
     pub(super) fn new(subject: &Subject, line: &str) -> Wording {
         Wording {
             kind: subject.kind(),
-            rendering: subject.rendering(MOST_SHOWN),
+            rendering: subject.rendering(MAX_SHOWN),
             covers: PermissionScope::words(subject),
             line: line.to_owned(),
         }
@@ -211,7 +211,7 @@ impl Wording {
         approvals: &Approvals,
         timeout: Duration,
     ) -> ApprovalRequest {
-        let most = (MOST_SHOWN_TOGETHER / together.max(1)).min(MOST_SHOWN);
+        let most = (MAX_SHOWN_TOGETHER / together.max(1)).min(MAX_SHOWN);
         ApprovalRequest {
             id,
             kind: self.kind.to_owned(),
@@ -289,7 +289,7 @@ impl DecidedBy {
 
 /// Appends to a bounded list of rulings.
 pub(super) fn note(rulings: &mut Vec<Ruling>, ruling: Ruling) {
-    if rulings.len() < MOST_RULINGS {
+    if rulings.len() < MAX_RULINGS {
         rulings.push(ruling);
     }
 }
@@ -468,7 +468,7 @@ impl Shared {
     fn wait_with_install(&self, install: WaitingInstall, now: Instant) {
         let mut waiting = self.installs();
         waiting.retain(|known| known.until > now);
-        if waiting.len() == MOST_INSTALLATIONS {
+        if waiting.len() == MAX_INSTALLATIONS {
             waiting.remove(0);
         }
         waiting.push(install);

@@ -7,9 +7,9 @@ use serde::{Deserialize, Serialize};
 use super::{Outcome, RecorderId, Refused, SessionId};
 
 /// Limit of forks per request.
-pub const MOST_FORKS: u32 = 16;
+pub const MAX_FORKS: u32 = 16;
 /// Limit of variants per request.
-pub const MOST_VARIANTS: usize = 16;
+pub const MAX_VARIANTS: usize = 16;
 
 /// Whether cells can be undone, and how much is kept for it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -25,12 +25,12 @@ use super::{
 };
 
 /// Results kept for collection.
-const MOST_UNCOLLECTED: usize = 16;
+const MAX_UNCOLLECTED: usize = 16;
 /// Total bytes of kept results. One result with the maximum number of images fits.
-const MOST_KEPT_BYTES: usize = 32 * 1024 * 1024;
+const MAX_KEPT_BYTES: usize = 32 * 1024 * 1024;
 
 /// Limit in characters for a progress message.
-const LONGEST_PROGRESS: usize = 200;
+const MAX_PROGRESS_LENGTH: usize = 200;
 
 /// Result of an execution: an outcome, or a refusal if it did not run.
 pub(super) type ExecutionResult = Result<Outcome, Refused>;
@@ -325,11 +325,11 @@ impl Lists {
             if self
                 .last
                 .as_ref()
-                .is_some_and(|last| count > 0 && bytes + last.weight() > MOST_KEPT_BYTES)
+                .is_some_and(|last| count > 0 && bytes + last.weight() > MAX_KEPT_BYTES)
             {
                 self.last = None;
             }
-            if count <= 1 || (count <= MOST_UNCOLLECTED && bytes <= MOST_KEPT_BYTES) {
+            if count <= 1 || (count <= MAX_UNCOLLECTED && bytes <= MAX_KEPT_BYTES) {
                 return;
             }
             let oldest = self.open.iter().position(|execution| execution.is_over());
@@ -413,7 +413,7 @@ impl ProgressSender {
     pub(super) fn send(&self, message: String) {
         self.0.set_line(bounded_text(
             &message.replace(char::is_control, " "),
-            LONGEST_PROGRESS,
+            MAX_PROGRESS_LENGTH,
         ));
     }
 }

@@ -15,13 +15,13 @@ use tokio_util::sync::CancellationToken;
 use super::driver::{DriverCommand, Fork, Forked, ForksWanted};
 use super::manager::{DriverHandle, shut_down};
 use super::{
-    Approver, ExecuteRequest, ExploreReport, ExploreRequest, Keep, LARGEST_CODE, MOST_VARIANTS,
+    Approver, ExecuteRequest, ExploreReport, ExploreRequest, Keep, MAX_CODE_BYTES, MAX_VARIANTS,
     Outcome, Part, Principal, ProgressChannel, Refused, SessionId, Sessions, Status, Stream,
     Variant, VariantReport,
 };
 
 /// Limit in characters for a score's text, and for the reason why there is none.
-const LONGEST_SCORE: usize = 200;
+const MAX_SCORE_LENGTH: usize = 200;
 
 impl Sessions {
     /// Runs each variant in its own fork, up to the configured number concurrently, and keeps the
@@ -170,7 +170,7 @@ impl Exploration<'_> {
     async fn score(&self, entry: &DriverHandle, by: &str) -> Result<f64, String> {
         // The newline also ends a trailing comment.
         let outcome = self
-            .execute(entry, format!("float({by}\n)"), LONGEST_SCORE)
+            .execute(entry, format!("float({by}\n)"), MAX_SCORE_LENGTH)
             .await;
         score_of(&outcome.map_err(|refused| refused.to_string())?)
     }
@@ -232,14 +232,14 @@ fn check(request: &ExploreRequest) -> Result<(), Refused> {
         replace,
         ..
     } = request;
-    if variants.is_empty() || variants.len() > MOST_VARIANTS {
+    if variants.is_empty() || variants.len() > MAX_VARIANTS {
         return wrong(format!(
-            "{} variants were given, and between 1 and {MOST_VARIANTS} can be tried",
+            "{} variants were given, and between 1 and {MAX_VARIANTS} can be tried",
             variants.len()
         ));
     }
     for (place, variant) in variants.iter().enumerate() {
-        if variant.code.len() > LARGEST_CODE {
+        if variant.code.len() > MAX_CODE_BYTES {
             return Err(Refused::CodeTooLarge {
                 size: variant.code.len(),
             });
@@ -327,7 +327,7 @@ fn score_of(outcome: &Outcome) -> Result<f64, String> {
         Status::Completed => {}
         Status::Raised(error) => {
             let text = format!("the expression raised {}: {}", error.name, error.message);
-            return Err(text.chars().take(LONGEST_SCORE).collect());
+            return Err(text.chars().take(MAX_SCORE_LENGTH).collect());
         }
         other => {
             return Err(format!(

@@ -19,7 +19,7 @@ use super::history::first_line;
 use super::manager::{DriverHandle, SubmitError};
 use super::output::OutputDelta;
 use super::{
-    ExecuteRequest, ExecutionId, ExecutionRef, ExecutionReport, LARGEST_CODE, Outcome, Principal,
+    ExecuteRequest, ExecutionId, ExecutionRef, ExecutionReport, MAX_CODE_BYTES, Outcome, Principal,
     ProgressChannel, Refused, SessionId, SessionState, Sessions, Underway, most_undone,
 };
 use crate::sandbox::Preparation;
@@ -29,7 +29,7 @@ use crate::sandbox::Preparation;
 const BATCH_DELAY: Duration = Duration::from_millis(50);
 /// Upper bound of that delay: the first request is shown after this time, even if more keep
 /// arriving.
-const LONGEST_BATCH: Duration = Duration::from_millis(500);
+const MAX_BATCH_TIME: Duration = Duration::from_millis(500);
 
 impl Sessions {
     /// Runs code to its end, and creates the session if its id is new. A cancelled token interrupts
@@ -149,7 +149,7 @@ impl Sessions {
         request: ExecuteRequest,
         cancel: &CancellationToken,
     ) -> Result<(DriverHandle, Arc<Execution>), Refused> {
-        if request.code.len() > LARGEST_CODE {
+        if request.code.len() > MAX_CODE_BYTES {
             return Err(Refused::CodeTooLarge {
                 size: request.code.len(),
             });
@@ -282,7 +282,7 @@ async fn asked(execution: &Execution) {
     loop {
         // The execution holds the sender, and the caller holds the execution.
         let _ = approvals.wait_for(|asks| !asks.is_empty()).await;
-        let latest = Instant::now() + LONGEST_BATCH;
+        let latest = Instant::now() + MAX_BATCH_TIME;
         let mut is_quiet = false;
         while !is_quiet && Instant::now() < latest {
             is_quiet = tokio::time::timeout(BATCH_DELAY, approvals.changed())

@@ -13,9 +13,9 @@ use crate::sandbox::CheckpointId;
 
 /// Cells that are remembered. Cells that change nothing need no copy of their own, so there may be
 /// more cells than copies.
-const MOST_CELLS: usize = 100;
+const MAX_CELLS: usize = 100;
 /// Limit in characters for a cell's first line.
-const LONGEST_LINE: usize = 80;
+const MAX_LINE_LENGTH: usize = 80;
 
 /// A copy of a session.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -78,7 +78,7 @@ impl History {
             line: first_line(code),
             before: self.present,
         });
-        if self.cells.len() > MOST_CELLS {
+        if self.cells.len() > MAX_CELLS {
             self.cells.pop_front();
         }
         self.forget_beyond(most)
@@ -244,10 +244,10 @@ pub(super) fn first_line(code: &str) -> String {
             character
         }
     });
-    if line.chars().count() <= LONGEST_LINE {
+    if line.chars().count() <= MAX_LINE_LENGTH {
         return clean.collect();
     }
-    clean.take(LONGEST_LINE - 1).chain(['…']).collect()
+    clean.take(MAX_LINE_LENGTH - 1).chain(['…']).collect()
 }
 
 #[cfg(test)]
@@ -383,12 +383,12 @@ mod tests {
     fn many_cells_that_change_nothing_are_remembered_in_a_bounded_number() {
         let steps = ["copy 1", "cell a", "changed", "copy 2"];
         let (mut history, _) = history(10, &steps);
-        let forgotten = (0..MOST_CELLS)
+        let forgotten = (0..MAX_CELLS)
             .flat_map(|_| history.began("b", 10))
             .collect::<Vec<_>>();
         assert_eq!(
             (history.undoable().len(), forgotten),
-            (MOST_CELLS, vec![CheckpointId(1)])
+            (MAX_CELLS, vec![CheckpointId(1)])
         );
     }
 

@@ -14,7 +14,7 @@ const DATA: char = '\u{1e}';
 const FURTHER_ROW: char = '\u{1d}';
 
 /// Limit in characters for a table cell, the same as for printed data frames.
-const LONGEST_CELL: usize = 60;
+const MAX_CELL_LENGTH: usize = 60;
 /// Columns or rows that one cell may span.
 const WIDEST_SPAN: usize = 100;
 
@@ -187,7 +187,7 @@ fn columns(rows: &[String]) -> Vec<String> {
                 taken.resize(taken.len().max(cells.len() + 1), 0);
                 taken[cells.len()] = text.len() - inner.len();
                 let inner = inner.trim_start();
-                cells.push(match inner.char_indices().nth(LONGEST_CELL) {
+                cells.push(match inner.char_indices().nth(MAX_CELL_LENGTH) {
                     Some((at, _)) => (format!("{}…", &inner[..at]), is_data),
                     None => (inner.to_owned(), is_data),
                 });

@@ -17,22 +17,22 @@ use tokio::sync::Semaphore;
 use super::{Image, ImageType};
 
 /// Models scale down images with a longer side, so more would only add cost.
-const LONGEST_SIDE: u32 = 1568;
+const MAX_SIDE_LENGTH: u32 = 1568;
 /// Clients reject larger images after base64 encoding (5 MB).
-const MOST_BYTES: usize = 3_750_000;
+const MAX_BYTES: usize = 3_750_000;
 /// More pixels on a side are a mistake or an attack.
-const LARGEST_SIDE_READ: u32 = 20_000;
+const MAX_SIDE_READ_BYTES: u32 = 20_000;
 /// More pixels than a camera or a large figure has. Decoding this many takes half a second.
-const MOST_PIXELS: u64 = 32_000_000;
+const MAX_PIXELS: u64 = 32_000_000;
 /// Limit for pixels times scans of a progressive JPEG, because each scan covers all pixels. Typical
 /// files have about ten scans.
-const MOST_PIXELS_SCANNED: u64 = 12 * MOST_PIXELS;
+const MAX_PIXELS_SCANNED: u64 = 12 * MAX_PIXELS;
 /// Four bytes for each pixel.
 const DECODING_MEMORY: u64 = 128 * 1024 * 1024;
 /// Processor time budget for the images of one cell.
 const BUDGET: Duration = Duration::from_secs(5);
 /// How long an image may wait while others are decoded.
-const LONGEST_WAIT: Duration = Duration::from_secs(30);
+const MAX_WAIT: Duration = Duration::from_secs(30);
 
 /// Images that the whole server decodes concurrently.
 static DECODERS: Semaphore = Semaphore::const_new(2);
@@ -46,7 +46,7 @@ pub(super) enum BadImage {
     #[error(
         "it is too large to be read: {width} × {height} pixels, and the limit is {} million. Show \
          a smaller one",
-        MOST_PIXELS / 1_000_000
+        MAX_PIXELS / 1_000_000
     )]
     TooLarge { width: u32, height: u32 },
     #[error(
@@ -57,7 +57,7 @@ pub(super) enum BadImage {
              ones in one cell", BUDGET.as_secs())]
     OutOfTime,
     #[error("the server was busy with other images for {} s. Show it again \
-             later", LONGEST_WAIT.as_secs())]
+             later", MAX_WAIT.as_secs())]
     Busy,
 }
 
@@ -78,7 +78,7 @@ async fn encode_within(
             Err(BadImage::OutOfTime)
         } else {
             // One permit per image rather than per cell, so that cells take turns.
-            match tokio::time::timeout(LONGEST_WAIT, decoders.acquire()).await {
+            match tokio::time::timeout(MAX_WAIT, decoders.acquire()).await {
                 Ok(Ok(place)) => {
                     let decoded = tokio::task::spawn_blocking(move || {
                         let before = thread_time();
@@ -117,10 +117,10 @@ pub(super) fn encode(bytes: Vec<u8>) -> Result<Image, BadImage> {
     let reader = || ImageReader::with_format(Cursor::new(&bytes), format);
     let (width, height) = reader().into_dimensions().map_err(|_| BadImage::Corrupt)?;
     let pixels = u64::from(width) * u64::from(height);
-    if width > LARGEST_SIDE_READ || height > LARGEST_SIDE_READ || pixels > MOST_PIXELS {
+    if width > MAX_SIDE_READ_BYTES || height > MAX_SIDE_READ_BYTES || pixels > MAX_PIXELS {
         return Err(BadImage::TooLarge { width, height });
     }
-    if format == ImageFormat::Jpeg && pixels.saturating_mul(scans(&bytes)) > MOST_PIXELS_SCANNED {
+    if format == ImageFormat::Jpeg && pixels.saturating_mul(scans(&bytes)) > MAX_PIXELS_SCANNED {
         return Err(BadImage::TooManyScans);
     }
     let mut limits = Limits::default();
@@ -136,8 +136,8 @@ pub(super) fn encode(bytes: Vec<u8>) -> Result<Image, BadImage> {
         ImageFormat::WebP => webp_frames(&bytes),
         _ => None,
     };
-    let fits = width <= LONGEST_SIDE && height <= LONGEST_SIDE;
-    if fits && matches!(format, ImageFormat::Png | ImageFormat::Jpeg) && bytes.len() <= MOST_BYTES {
+    let fits = width <= MAX_SIDE_LENGTH && height <= MAX_SIDE_LENGTH;
+    if fits && matches!(format, ImageFormat::Png | ImageFormat::Jpeg) && bytes.len() <= MAX_BYTES {
         return Ok(Image {
             kind,
             bytes,
@@ -215,9 +215,9 @@ fn scans(jpeg: &[u8]) -> u64 {
 
 fn scale_down(original: DynamicImage, kind: ImageType) -> Result<Image, BadImage> {
     let scaled_from = Some((original.width(), original.height()));
-    let mut side = LONGEST_SIDE.min(original.width().max(original.height()));
+    let mut side = MAX_SIDE_LENGTH.min(original.width().max(original.height()));
     // Filtering needs 16 bytes for each pixel of one side; averaging first needs none.
-    let first = 2 * LONGEST_SIDE;
+    let first = 2 * MAX_SIDE_LENGTH;
     let original = if original.width().max(original.height()) > first {
         original.thumbnail(first, first)
     } else {
@@ -233,7 +233,7 @@ fn scale_down(original: DynamicImage, kind: ImageType) -> Result<Image, BadImage
             ImageType::Png => scaled.write_to(&mut Cursor::new(&mut bytes), ImageFormat::Png),
         }
         .map_err(|_| BadImage::Corrupt)?;
-        if bytes.len() <= MOST_BYTES || side < 64 {
+        if bytes.len() <= MAX_BYTES || side < 64 {
             let (width, height) = (scaled.width(), scaled.height());
             return Ok(Image {
                 kind,
@@ -293,9 +293,9 @@ pub(super) mod tests {
     #[test]
     fn an_image_with_too_many_bytes_is_scaled_until_it_fits() {
         let bytes = png(1400, 1200, true);
-        assert!(bytes.len() > MOST_BYTES);
+        assert!(bytes.len() > MAX_BYTES);
         let image = encode(bytes).unwrap();
-        assert!(image.bytes.len() <= MOST_BYTES);
+        assert!(image.bytes.len() <= MAX_BYTES);
         assert_eq!(image.scaled_from, Some((1400, 1200)));
     }
 
@@ -468,7 +468,7 @@ pub(super) mod tests {
         assert_eq!(scans(&bytes), 1);
         assert_eq!(
             encode(bytes.clone()).unwrap().width,
-            LONGEST_SIDE,
+            MAX_SIDE_LENGTH,
             "control"
         );
         bytes.extend([0xff, 0xda].repeat(24));

@@ -55,22 +55,23 @@ pub trait PackageInstaller: Send + Sync {
 }
 
 /// Limits of the installer: requirements per installation, and bytes of each.
-const MOST_REQUIREMENTS: usize = 100;
-const LONGEST_REQUIREMENT: usize = 500;
+const MAX_REQUIREMENTS: usize = 100;
+const MAX_REQUIREMENT_LENGTH: usize = 500;
 
 /// Rejects requests that no installer accepts, so that no approval is requested for them and no
 /// large request is held.
 pub(super) fn check_bounds(requirements: &[String]) -> Result<(), InstallError> {
-    if requirements.len() > MOST_REQUIREMENTS {
+    if requirements.len() > MAX_REQUIREMENTS {
         let count = requirements.len();
         return Err(InstallError::Refused(format!(
-            "{count} requirements are too many; at most {MOST_REQUIREMENTS} can be installed at \
+            "{count} requirements are too many; at most {MAX_REQUIREMENTS} can be installed at \
              once"
         )));
     }
     match requirements.iter().map(String::len).max() {
-        Some(length) if length > LONGEST_REQUIREMENT => Err(InstallError::Refused(format!(
-            "a requirement of {length} characters is too long; the limit is {LONGEST_REQUIREMENT}"
+        Some(length) if length > MAX_REQUIREMENT_LENGTH => Err(InstallError::Refused(format!(
+            "a requirement of {length} characters is too long; the limit is \
+             {MAX_REQUIREMENT_LENGTH}"
         ))),
         _ => Ok(()),
     }
@@ -196,11 +197,11 @@ impl Sessions {
 
 /// Requirements that are remembered per session. Further requirements are installed but not
 /// remembered.
-const MOST_REMEMBERED: usize = 500;
+const MAX_REMEMBERED: usize = 500;
 
 fn note_requested(known: &mut Vec<String>, requirements: Vec<String>) {
     for requirement in requirements {
-        if known.len() < MOST_REMEMBERED && !known.contains(&requirement) {
+        if known.len() < MAX_REMEMBERED && !known.contains(&requirement) {
             known.push(requirement);
         }
     }

@@ -12,10 +12,10 @@ use super::OutputId;
 use super::spool::FullOutput;
 
 /// Limits per session: number of outputs, and their bytes, which is two of the largest.
-const MOST_OUTPUTS: usize = 20;
-const MOST_BYTES_OF_SESSION: u64 = 128 * 1024 * 1024;
+const MAX_OUTPUTS: usize = 20;
+const MAX_BYTES_OF_SESSION: u64 = 128 * 1024 * 1024;
 /// Limit in bytes for all sessions together.
-const MOST_BYTES_OF_SERVER: u64 = 1024 * 1024 * 1024;
+const MAX_BYTES_OF_SERVER: u64 = 1024 * 1024 * 1024;
 
 /// The outputs of all sessions.
 pub(super) struct KeptOutputs {
@@ -26,7 +26,7 @@ pub(super) struct KeptOutputs {
 
 impl Default for KeptOutputs {
     fn default() -> KeptOutputs {
-        KeptOutputs::bounded(MOST_BYTES_OF_SESSION, MOST_BYTES_OF_SERVER)
+        KeptOutputs::bounded(MAX_BYTES_OF_SESSION, MAX_BYTES_OF_SERVER)
     }
 }
 
@@ -95,7 +95,7 @@ impl SessionOutputs {
     /// Keeps an output, and drops older ones if necessary.
     pub(super) fn keep(&self, id: OutputId, output: FullOutput) {
         self.own.lock().push_back((id, output));
-        while self.own.lock().len() > MOST_OUTPUTS || self.own.bytes() > self.all.most_of_session {
+        while self.own.lock().len() > MAX_OUTPUTS || self.own.bytes() > self.all.most_of_session {
             self.own.lock().pop_front();
         }
         self.all.make_room();

@@ -33,17 +33,17 @@ use crate::sandbox::{Backend, LaunchError, Preparation, Rules};
 pub(super) use files::stage;
 
 /// Tombstones kept per owner.
-const MOST_TOMBSTONES: usize = 1000;
+const MAX_TOMBSTONES: usize = 1000;
 /// How long a tombstone is kept, unless there are too many. An agent that returns the next day
 /// starts over anyway.
 const TOMBSTONE_AGE: Duration = Duration::from_secs(24 * 3600);
 /// Sessions per owner that failed to start and whose executions can still be queried. They hold
 /// only the reason.
-const MOST_FAILED_STARTS: usize = 100;
+const MAX_FAILED_STARTS: usize = 100;
 /// Number of idle sessions named in the error about too many sessions.
 const IDLE_NAMED: usize = 3;
 /// Capacity of a driver's command queue. A driver reads commands at once, so only a flood fills it.
-const MOST_COMMANDS: usize = 256;
+const MAX_COMMANDS: usize = 256;
 
 /// All sessions of one server.
 #[derive(Clone)]
@@ -529,7 +529,7 @@ impl Sessions {
         origin: SessionOrigin,
         shared: impl Into<Arc<Shared>>,
     ) -> DriverHandle {
-        let (commands, receiver) = mpsc::channel(MOST_COMMANDS);
+        let (commands, receiver) = mpsc::channel(MAX_COMMANDS);
         let entry = DriverHandle {
             commands,
             shared: shared.into(),
@@ -586,7 +586,7 @@ impl Sessions {
         quota_scope: Option<QuotaScope>,
         origin: SessionOrigin,
     ) -> Result<DriverHandle, Refused> {
-        let (commands, receiver) = mpsc::channel(MOST_COMMANDS);
+        let (commands, receiver) = mpsc::channel(MAX_COMMANDS);
         let entry = DriverHandle {
             commands,
             shared: Arc::new(self.new_shared()),
@@ -676,7 +676,7 @@ impl Sessions {
     ) -> Refused {
         match error {
             SubmitError::Flooded => Refused::Busy {
-                waiting: MOST_COMMANDS,
+                waiting: MAX_COMMANDS,
             },
             SubmitError::Gone(Some(failure)) => Refused::Launch(failure),
             SubmitError::Gone(None) => self.gone(owner, id),
@@ -772,7 +772,7 @@ impl Table {
                     .iter()
                     .filter(|failed| of_owner(failed))
                     .count()
-                    >= MOST_FAILED_STARTS
+                    >= MAX_FAILED_STARTS
                 {
                     self.failed_starts
                         .iter()
@@ -787,7 +787,7 @@ impl Table {
         self.tombstones
             .retain(|_, tombstone| now - tombstone.at < TOMBSTONE_AGE);
         let of_owner = || self.tombstones.iter().filter(|((of, _), _)| *of == key.0);
-        if of_owner().count() >= MOST_TOMBSTONES {
+        if of_owner().count() >= MAX_TOMBSTONES {
             let oldest = of_owner()
                 .min_by_key(|(_, tombstone)| tombstone.at)
                 .map(|(key, _)| key.clone());

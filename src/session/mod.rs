@@ -80,7 +80,7 @@ pub use underway::*;
 pub use uploads::{UploadPart, Uploaded};
 
 /// Code longer than this is refused. A cell is typed or generated text; data belongs in a file.
-pub const LARGEST_CODE: usize = 8 * 1024 * 1024;
+pub const MAX_CODE_BYTES: usize = 8 * 1024 * 1024;
 
 /// Owner of a session. Ids are scoped to their owner: two owners' `a` are two sessions.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]

@@ -17,19 +17,19 @@ use super::spool::{FullOutput, Spool};
 use super::terminal::{Piece, Terminal};
 use super::{Image, Output, Part, Stream};
 
-const MOST_IMAGES: usize = 20;
-const MOST_IMAGE_BYTES: usize = 20_000_000;
+const MAX_IMAGES: usize = 20;
+const MAX_IMAGE_BYTES: usize = 20_000_000;
 /// Number of figures kept per execution, and the size limit of one.
-const MOST_FIGURES: usize = 20;
-const LARGEST_FIGURE: usize = 4 * 1024 * 1024;
+const MAX_FIGURES: usize = 20;
+const MAX_FIGURE_BYTES: usize = 4 * 1024 * 1024;
 /// A line longer than this can no longer be redrawn.
-const LONGEST_OPEN_LINE: usize = 64 * 1024;
+const MAX_OPEN_LINE_LENGTH: usize = 64 * 1024;
 /// Characters beyond the limit that are kept before the buffer is cut, to amortize the cost of
 /// cutting.
 const SLACK: usize = 64 * 1024;
 
 /// Limit in characters for the latest line reported while code runs.
-const LONGEST_TOLD_LINE: usize = 200;
+const MAX_TOLD_LINE_LENGTH: usize = 200;
 
 /// Output since the previous look.
 #[derive(Debug, Default, PartialEq, Eq)]
@@ -121,7 +121,7 @@ impl OutputCollector {
             .trim_start()
             .chars()
             .filter(|character| !character.is_control());
-        Some(shown.take(LONGEST_TOLD_LINE).collect::<String>())
+        Some(shown.take(MAX_TOLD_LINE_LENGTH).collect::<String>())
             .filter(|line| !line.trim().is_empty())
     }
 
@@ -146,7 +146,7 @@ impl OutputCollector {
 
     /// Keeps the source of a figure. Without room for it, only the summary of the figure remains.
     fn keep_figure(&mut self, json: &str) {
-        if self.figures.len() == MOST_FIGURES || json.len() > LARGEST_FIGURE {
+        if self.figures.len() == MAX_FIGURES || json.len() > MAX_FIGURE_BYTES {
             return;
         }
         let mut spool = Spool::default();
@@ -336,7 +336,7 @@ impl OutputBuffer {
             }
             None => line.text.push_str(text),
         }
-        if self.line.text.len() > LONGEST_OPEN_LINE {
+        if self.line.text.len() > MAX_OPEN_LINE_LENGTH {
             let text = std::mem::take(&mut self.line.text);
             self.store(stream, &text, None);
         }
@@ -358,7 +358,7 @@ impl OutputBuffer {
 
     fn append_image(&mut self, bytes: Vec<u8>, display_id: Option<String>) {
         self.end_line();
-        if self.images >= MOST_IMAGES || self.image_bytes + bytes.len() > MOST_IMAGE_BYTES {
+        if self.images >= MAX_IMAGES || self.image_bytes + bytes.len() > MAX_IMAGE_BYTES {
             self.images_dropped += 1;
             return;
         }
@@ -458,7 +458,7 @@ impl OutputBuffer {
         }
         if let (Item::Image { bytes: new, .. }, Item::Image { bytes, .. }) =
             (item, &mut self.items[place])
-            && self.image_bytes - bytes.len() + new.len() <= MOST_IMAGE_BYTES
+            && self.image_bytes - bytes.len() + new.len() <= MAX_IMAGE_BYTES
         {
             self.image_bytes = self.image_bytes - bytes.len() + new.len();
             bytes.clone_from(new);
@@ -666,10 +666,10 @@ impl OutputBuffer {
         self.end_line();
         if self.images_dropped > 0 {
             let text = format!(
-                "[{} more images are not shown: an execution may show {MOST_IMAGES} images of {} \
+                "[{} more images are not shown: an execution may show {MAX_IMAGES} images of {} \
                  MB together. Show fewer in one cell]",
                 self.images_dropped,
-                MOST_IMAGE_BYTES / 1_000_000
+                MAX_IMAGE_BYTES / 1_000_000
             );
             self.append(Stream::Display, &text, None);
         }
@@ -831,15 +831,15 @@ mod tests {
             texts: [("application/vnd.plotly.v1+json".to_owned(), json)].into(),
             blobs: vec![],
         };
-        collector.value(figure("x".repeat(LARGEST_FIGURE + 1)));
-        for number in 0..MOST_FIGURES + 1 {
+        collector.value(figure("x".repeat(MAX_FIGURE_BYTES + 1)));
+        for number in 0..MAX_FIGURES + 1 {
             collector.display(figure(format!("[{number}]")), None, false);
         }
         let CollectedOutput { raw, figures, .. } = collector.finish();
         let output = raw.finish(Vec::new());
         assert_eq!(
             (output.figures as usize, figures.len()),
-            (MOST_FIGURES, MOST_FIGURES)
+            (MAX_FIGURES, MAX_FIGURES)
         );
         assert_eq!(figures[1].read_range(0, 9).unwrap(), b"[1]");
         assert!(
@@ -937,7 +937,7 @@ mod tests {
         assert_eq!(latest("a\tb\u{7}c\u{85}d\n").as_deref(), Some("abcd"));
         assert_eq!(
             latest(&"x".repeat(300)).map(|line| line.len()),
-            Some(LONGEST_TOLD_LINE)
+            Some(MAX_TOLD_LINE_LENGTH)
         );
     }
 

@@ -10,7 +10,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::{
-    ApprovalRequest, InsidePath, LARGEST_CODE, MOST_FORKS, Quota, Ruling, SessionId, install,
+    ApprovalRequest, InsidePath, MAX_CODE_BYTES, MAX_FORKS, Quota, Ruling, SessionId, install,
 };
 use crate::runner_client::FileFailure;
 use crate::sandbox::LaunchError;
@@ -112,7 +112,7 @@ pub enum Refused {
         retry_after: Duration,
     },
     #[error(
-        "the code has {size} bytes and at most {LARGEST_CODE} are accepted. Upload the data as a \
+        "the code has {size} bytes and at most {MAX_CODE_BYTES} are accepted. Upload the data as a \
          file and read it from a short cell"
     )]
     CodeTooLarge { size: usize },
@@ -156,7 +156,7 @@ pub enum Refused {
     CellRunning { id: SessionId, then: Retry },
     #[error("`{id}` is busy with a file, a fork or a restart; wait for it, then {then}")]
     Occupied { id: SessionId, then: Retry },
-    #[error("{count} forks were asked for; between 1 and {MOST_FORKS} can be made at once")]
+    #[error("{count} forks were asked for; between 1 and {MAX_FORKS} can be made at once")]
     ForkCount { count: usize },
     #[error(
         "no session was forked, because the name `{id}` is in use. Choose another name, or close \

@@ -23,11 +23,11 @@ use super::Principal;
 
 /// Cells that may wait for a permit in the whole server. Each session has at most one here; its
 /// other cells wait behind it in the session's own queue.
-const MOST_WAITING: usize = 4096;
+const MAX_WAITING: usize = 4096;
 /// Cells of one principal that may wait.
-const MOST_WAITING_OF_ONE: usize = 256;
+const MAX_WAITING_OF_ONE: usize = 256;
 /// The longest retry delay suggested to a rejected caller.
-const LONGEST_HINT: Duration = Duration::from_secs(60);
+const MAX_HINT_TIME: Duration = Duration::from_secs(60);
 
 /// The run permits, and the queue of waiting cells.
 #[derive(Clone)]
@@ -168,7 +168,7 @@ impl SchedulerState {
         let hint = self
             .usual
             .saturating_mul(rounds)
-            .clamp(Duration::from_secs(1), LONGEST_HINT);
+            .clamp(Duration::from_secs(1), MAX_HINT_TIME);
         Overloaded {
             waiting,
             retry_after: hint,
@@ -203,7 +203,7 @@ impl RunQueue {
 
     fn is_overloaded_for(&self, owner: &Principal) -> bool {
         let own = self.tickets.get(owner).map_or(0, VecDeque::len);
-        !self.has_permit_for(owner) && (self.waiting >= MOST_WAITING || own >= MOST_WAITING_OF_ONE)
+        !self.has_permit_for(owner) && (self.waiting >= MAX_WAITING || own >= MAX_WAITING_OF_ONE)
     }
 
     fn has_permit_for(&self, owner: &Principal) -> bool {
@@ -427,15 +427,15 @@ mod tests {
         tokio::time::sleep(Duration::from_secs(8)).await;
         drop(place);
         let _place = scheduler.ask(&principal(0)).unwrap();
-        let waiting = (0..MOST_WAITING_OF_ONE)
+        let waiting = (0..MAX_WAITING_OF_ONE)
             .map(|_| scheduler.ask(&principal(0)).unwrap())
             .collect::<Vec<_>>();
         let overloaded = scheduler.ask(&principal(0)).err().unwrap();
         assert_eq!(
             overloaded,
             Overloaded {
-                waiting: MOST_WAITING_OF_ONE,
-                retry_after: LONGEST_HINT
+                waiting: MAX_WAITING_OF_ONE,
+                retry_after: MAX_HINT_TIME
             }
         );
         // Another principal still finds room.

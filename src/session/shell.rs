@@ -13,16 +13,16 @@ use crate::runner_client::ClaimedCommand;
 
 /// Limit in bytes for a line, or for all words together. The kernel accepts no line longer than 128
 /// KiB.
-const LONGEST_COMMAND: usize = 100_000;
+const MAX_COMMAND_LENGTH: usize = 100_000;
 /// Limit in bytes for the input of a command.
-const LONGEST_INPUT: usize = 1024 * 1024;
+const MAX_INPUT_LENGTH: usize = 1024 * 1024;
 /// Limits for changed variables: their number, and their bytes.
-const MOST_VARIABLES: usize = 256;
-const LONGEST_VARIABLES: usize = 64 * 1024;
+const MAX_VARIABLES: usize = 256;
+const MAX_VARIABLES_LENGTH: usize = 64 * 1024;
 /// Limit in bytes for a folder; the kernel accepts no longer ones.
-const LONGEST_FOLDER: usize = 4096;
+const MAX_FOLDER_LENGTH: usize = 4096;
 /// A longer timeout is ignored.
-const LONGEST_TIMEOUT: f64 = 30.0 * 24.0 * 3600.0;
+const MAX_TIMEOUT: f64 = 30.0 * 24.0 * 3600.0;
 
 /// Shells for command lines; the first one that exists is used. Absolute paths, because a variable
 /// of the session must not choose the shell.
@@ -84,19 +84,23 @@ impl ShellCommand {
         if texts.first().is_none_or(|first| first.trim().is_empty()) {
             return Err(UnfitCommand::Empty);
         }
-        check("text", texts.into_iter(), LONGEST_COMMAND)?;
-        check("input", input.as_deref().into_iter(), LONGEST_INPUT)?;
-        check("folder", std::iter::once(folder.as_str()), LONGEST_FOLDER)?;
+        check("text", texts.into_iter(), MAX_COMMAND_LENGTH)?;
+        check("input", input.as_deref().into_iter(), MAX_INPUT_LENGTH)?;
+        check(
+            "folder",
+            std::iter::once(folder.as_str()),
+            MAX_FOLDER_LENGTH,
+        )?;
         let variables = || {
             environment
                 .iter()
                 .flat_map(|(name, value)| [name.as_str(), value.as_deref().unwrap_or("")])
         };
-        check("environment", variables(), LONGEST_VARIABLES)?;
-        if environment.len() > MOST_VARIABLES {
+        check("environment", variables(), MAX_VARIABLES_LENGTH)?;
+        if environment.len() > MAX_VARIABLES {
             return Err(UnfitCommand::TooLong {
                 what: "environment",
-                most: LONGEST_VARIABLES,
+                most: MAX_VARIABLES_LENGTH,
             });
         }
         if environment
@@ -105,7 +109,7 @@ impl ShellCommand {
         {
             return Err(UnfitCommand::VariableName);
         }
-        let timeout = timeout.filter(|seconds| seconds.is_finite() && *seconds < LONGEST_TIMEOUT);
+        let timeout = timeout.filter(|seconds| seconds.is_finite() && *seconds < MAX_TIMEOUT);
         let timeout = timeout.map(|seconds| Duration::from_secs_f64(seconds.max(0.0)));
         let is_usual_folder = folder == usual_folder;
         let environment = environment.into_iter().collect();
@@ -369,7 +373,7 @@ mod tests {
                 .collect::<String>()
         };
         let text = all(1400);
-        assert!(text.len() < LONGEST_INPUT);
+        assert!(text.len() < MAX_INPUT_LENGTH);
         assert_eq!(unused_word(&text), format!("END{}", "_".repeat(1400)));
     }
 
@@ -405,7 +409,7 @@ mod tests {
     #[test]
     fn what_is_too_long_or_cannot_be_run_is_refused_whole() {
         let refused = |claimed| made(claimed).unwrap_err();
-        let long = "x".repeat(LONGEST_COMMAND);
+        let long = "x".repeat(MAX_COMMAND_LENGTH);
         assert!(matches!(
             refused(line(&long)),
             UnfitCommand::TooLong { what: "text", .. }
@@ -415,7 +419,7 @@ mod tests {
         assert_eq!(refused(line(" ")), UnfitCommand::Empty);
         assert_eq!(refused(script(&[], "ls")), UnfitCommand::Empty);
         assert!(matches!(
-            refused(script(&["sh"], &"x".repeat(LONGEST_INPUT))),
+            refused(script(&["sh"], &"x".repeat(MAX_INPUT_LENGTH))),
             UnfitCommand::TooLong { what: "input", .. }
         ));
         assert_eq!(
@@ -430,7 +434,7 @@ mod tests {
             refused(with(line("ls"), "/", &[("", None)])),
             UnfitCommand::VariableName
         );
-        let names: Vec<String> = (0..=MOST_VARIABLES)
+        let names: Vec<String> = (0..=MAX_VARIABLES)
             .map(|number| format!("V{number}"))
             .collect();
         let many: Vec<_> = names.iter().map(|name| (name.as_str(), None)).collect();

@@ -10,7 +10,7 @@ use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
 /// Limit in bytes for the kept text of one execution.
-const LARGEST_SPOOL: u64 = 64 * 1024 * 1024;
+const MAX_SPOOL_BYTES: u64 = 64 * 1024 * 1024;
 /// Texts up to this size need no file. Twenty of them are kept per session.
 const IN_MEMORY: usize = 16 * 1024;
 
@@ -33,7 +33,7 @@ impl Spool {
         if self.cut || text.is_empty() {
             return;
         }
-        let room = usize::try_from(LARGEST_SPOOL - self.size).unwrap_or(usize::MAX);
+        let room = usize::try_from(MAX_SPOOL_BYTES - self.size).unwrap_or(usize::MAX);
         let kept = &text[..text.floor_char_boundary(room)];
         self.cut = kept.len() < text.len();
         if self.store(kept.as_bytes()).is_err() {
@@ -224,7 +224,7 @@ mod tests {
             spool.write(&chunk);
         }
         let full = spool.finish().unwrap();
-        assert_eq!(full.total_bytes(), LARGEST_SPOOL);
+        assert_eq!(full.total_bytes(), MAX_SPOOL_BYTES);
         assert!(full.is_cut());
     }
 }

@@ -15,7 +15,7 @@ use std::collections::VecDeque;
 use super::{SessionState, StateAfter};
 
 /// Requests that may be queued in one session. More would wait longer than any caller does.
-pub(super) const MOST_WAITING: usize = 64;
+pub(super) const MAX_WAITING: usize = 64;
 
 /// Id of a request, and on the wire of its execution or transfer.
 pub(super) type RequestId = u64;
@@ -224,7 +224,7 @@ impl Machine {
                 self.begin_next(&mut actions);
             }
             (_, SessionEvent::Submitted(request, kind)) => {
-                if self.queue.len() >= MOST_WAITING {
+                if self.queue.len() >= MAX_WAITING {
                     actions.push(Action::Answer(
                         request,
                         RequestEnd::Refused(RequestRefusal::Busy),
@@ -728,7 +728,7 @@ mod tests {
     #[test]
     fn more_waiting_requests_than_allowed_are_refused() {
         let mut machine = Machine::new(true);
-        for request in 0..MOST_WAITING as u64 {
+        for request in 0..MAX_WAITING as u64 {
             assert_eq!(
                 machine.next(SessionEvent::Submitted(request, RequestKind::Cell)),
                 []

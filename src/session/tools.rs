@@ -21,9 +21,9 @@ use super::{Principal, SessionId};
 use crate::approval::{Fingerprint, Pattern, Policy};
 
 /// Calls of one cell that an outcome lists. Further calls are only counted.
-const MOST_NOTED: usize = 100;
+const MAX_NOTED: usize = 100;
 /// Limit in bytes for a name chosen by code.
-const LONGEST_NAME: usize = 128;
+const MAX_NAME_LENGTH: usize = 128;
 
 /// A call that code in a session wants to make. All fields except the fingerprint are claims of the
 /// code.
@@ -200,7 +200,7 @@ pub struct Grant {
 }
 
 /// Limit for nested lists: forks of forks, each of which was given fewer tools by other patterns.
-const MOST_LISTS: usize = 16;
+const MAX_LISTS: usize = 16;
 
 impl Grant {
     /// Parses `server`, `server.tool` or `server.pattern`. Server names may contain dots, so the
@@ -261,7 +261,7 @@ impl Grants {
         if !lists.iter().any(|other| other == list) {
             lists.push(list.to_vec());
         }
-        (lists.len() <= MOST_LISTS).then_some(Grants(lists))
+        (lists.len() <= MAX_LISTS).then_some(Grants(lists))
     }
 }
 
@@ -355,7 +355,7 @@ impl ToolCalls {
     pub(super) fn note(&mut self, call: Begun, ended: CallEnd) {
         self.total += 1;
         self.failed += u64::from(ended != CallEnd::Answered);
-        if self.noted.len() < MOST_NOTED {
+        if self.noted.len() < MAX_NOTED {
             let Begun {
                 server,
                 tool,
@@ -374,7 +374,7 @@ impl ToolCalls {
 }
 
 fn shortened(name: &str) -> String {
-    let name = &name[..name.floor_char_boundary(LONGEST_NAME)];
+    let name = &name[..name.floor_char_boundary(MAX_NAME_LENGTH)];
     name.replace(char::is_control, " ")
 }
 
@@ -441,7 +441,7 @@ mod tests {
     #[test]
     fn lists_that_say_less_and_less_are_bounded_and_plain_ones_replace_all_others() {
         let mut narrower = Grants::default().narrowed(&grants(&["git.*a*"])).unwrap();
-        for number in 2..=MOST_LISTS {
+        for number in 2..=MAX_LISTS {
             narrower = narrower
                 .narrowed(&grants(&[&format!("git.*a{number}*")]))
                 .unwrap();
@@ -452,7 +452,7 @@ mod tests {
             Some(narrower.clone()),
             "what is there already costs nothing"
         );
-        let name = (0..=MOST_LISTS)
+        let name = (0..=MAX_LISTS)
             .map(|number| format!("a{number}"))
             .collect::<String>();
         let exact = narrower

@@ -19,9 +19,9 @@ use super::driver::STAGED_IN_MEMORY;
 use super::{InsidePath, Principal, Refused, Retry, SessionId};
 
 /// Limit in bytes for an upload.
-pub(super) const LARGEST_UPLOAD: u64 = 1024 * 1024 * 1024;
+pub(super) const MAX_UPLOAD_BYTES: u64 = 1024 * 1024 * 1024;
 /// Unfinished uploads per principal.
-const MOST_UPLOADS: usize = 8;
+const MAX_UPLOADS: usize = 8;
 /// How long an upload waits for its next part.
 const UPLOAD_TIMEOUT: Duration = Duration::from_secs(3600);
 /// Bytes copied in one step.
@@ -167,10 +167,8 @@ impl Uploads {
         let staged = match (offset, places.remove(&key)) {
             (0, _) => {
                 let waiting = places.keys().filter(|(of, ..)| *of == key.0).count();
-                if !known && waiting >= MOST_UPLOADS {
-                    return Err(Refused::TooManyUploads {
-                        limit: MOST_UPLOADS,
-                    });
+                if !known && waiting >= MAX_UPLOADS {
+                    return Err(Refused::TooManyUploads { limit: MAX_UPLOADS });
                 }
                 Staged {
                     file: SpooledTempFile::new(STAGED_IN_MEMORY),
@@ -252,7 +250,7 @@ impl Lent {
         let Some(staged) = &mut self.staged else {
             return Ok(Filled::TooMuch);
         };
-        let most = staged.size.saturating_add(room).min(LARGEST_UPLOAD);
+        let most = staged.size.saturating_add(room).min(MAX_UPLOAD_BYTES);
         let mut buffer = vec![0; CHUNK];
         loop {
             let size = source.read(&mut buffer).await?;

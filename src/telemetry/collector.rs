@@ -19,10 +19,10 @@ use tokio::net::TcpStream;
 use tokio_rustls::TlsConnector;
 
 /// Timeout of one batch, including name resolution and connect.
-pub(super) const LONGEST_EXPORT: Duration = Duration::from_secs(10);
+pub(super) const MAX_EXPORT_TIME: Duration = Duration::from_secs(10);
 
 /// The response of a collector is nearly empty.
-const LARGEST_ANSWER: usize = 64 << 10;
+const MAX_ANSWER_BYTES: usize = 64 << 10;
 
 /// Sends batches, and logs when exports start to fail and when they succeed again.
 #[derive(Debug)]
@@ -45,7 +45,7 @@ impl CollectorClient {
             .enable_all()
             .build()?;
         let answer = runtime
-            .block_on(async { tokio::time::timeout(LONGEST_EXPORT, self.send(request)).await });
+            .block_on(async { tokio::time::timeout(MAX_EXPORT_TIME, self.send(request)).await });
         // A name lookup may still block in a thread, which is not waited for.
         runtime.shutdown_background();
         answer.map_err(|_| "it did not answer in time")?
@@ -125,7 +125,7 @@ where
         .send_request(Request::from_parts(parts, Full::new(body)))
         .await?;
     let (parts, body) = answer.into_parts();
-    let body = Limited::new(body, LARGEST_ANSWER)
+    let body = Limited::new(body, MAX_ANSWER_BYTES)
         .collect()
         .await?
         .to_bytes();

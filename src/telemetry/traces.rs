@@ -25,7 +25,7 @@ use tracing_subscriber::filter::Targets;
 use tracing_subscriber::registry::LookupSpan;
 
 use super::TelemetryError;
-use super::collector::{CollectorClient, LONGEST_EXPORT};
+use super::collector::{CollectorClient, MAX_EXPORT_TIME};
 
 /// The trace and the span of a caller.
 #[derive(Debug, Clone, PartialEq)]
@@ -33,7 +33,7 @@ pub struct Parent(SpanContext);
 
 /// Characters of a caller's `tracestate` that are propagated: the minimum that the specification
 /// requires.
-const LONGEST_STATE: usize = 512;
+const MAX_STATE_LENGTH: usize = 512;
 
 /// Parses a caller's trace context. A value that does not exactly follow W3C Trace Context counts
 /// as absent; an invalid `tracestate` is omitted.
@@ -49,7 +49,7 @@ pub fn parent_from(traceparent: &str, tracestate: &str) -> Option<Parent> {
     let trace = TraceId::from(lower_hex(trace, 32)?);
     let span = SpanId::from(lower_hex(span, 16)? as u64);
     let flags = TraceFlags::new(lower_hex(flags, 2)? as u8) & TraceFlags::SAMPLED;
-    let state = if tracestate.len() <= LONGEST_STATE {
+    let state = if tracestate.len() <= MAX_STATE_LENGTH {
         TraceState::from_str(tracestate).ok()
     } else {
         None
@@ -115,7 +115,7 @@ pub(super) fn provider(endpoint: &str) -> Result<SdkTracerProvider, TelemetryErr
         .with_http_client(CollectorClient::new())
         .with_protocol(Protocol::HttpBinary)
         .with_endpoint(endpoint)
-        .with_timeout(LONGEST_EXPORT)
+        .with_timeout(MAX_EXPORT_TIME)
         .build()
         .map_err(|cause| TelemetryError::Traces { cause })?;
     // Set first, so that OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES can override it.
@@ -200,7 +200,7 @@ mod tests {
     fn a_state_that_is_wrong_or_too_long_is_left_out() {
         for state in [
             "no equals sign",
-            &format!("a={}", "x".repeat(LONGEST_STATE)),
+            &format!("a={}", "x".repeat(MAX_STATE_LENGTH)),
         ] {
             let parent = parent_from(PARENT, state).unwrap();
             assert_eq!(parent.0.trace_state(), &TraceState::default(), "{state}");

@@ -13,8 +13,8 @@ use crate::support::skipped;
 
 const DRIVER: &str = include_str!("twin.py");
 
-/// Makes every attempt with the twin of this session, beside a neighbour that holds a secret and must
-/// not be affected.
+/// Makes every attempt with the twin of this session, beside a neighbour that holds a secret and
+/// must not be affected.
 fn attack(server: &Server, hostile: &Session<'_>) {
     let neighbour = server.session();
     neighbour.text("open('secret.txt', 'w').write('the-secret-of-another'); x = 'alive'");

@@ -21,7 +21,7 @@ use crate::support::{npm, skipped};
 const SUITE: &str = "npm (the conformance suite)";
 
 /// The suite has a few connections open at a time.
-const MOST_CONNECTIONS: usize = 64;
+const MAX_CONNECTIONS: usize = 64;
 
 #[test]
 fn every_scenario_of_2026_07_28_passes() {
@@ -69,6 +69,6 @@ fn check(revision: Revision) {
         .enable_all()
         .build()
         .unwrap();
-    let stack = runtime.block_on(Stack::serve(Fixture::new(), MOST_CONNECTIONS));
+    let stack = runtime.block_on(Stack::serve(Fixture::new(), MAX_CONNECTIONS));
     check_all(folder, &format!("http://{}/mcp", stack.address), revision);
 }

@@ -7,7 +7,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use cellblock::mcp::http::LARGEST_BODY;
+use cellblock::mcp::http::MAX_BODY_BYTES;
 use rmcp::model::{
     CallToolRequestParams, CallToolResponse, CallToolResult, ContentBlock, ErrorData,
 };
@@ -148,21 +148,21 @@ async fn a_body_that_is_too_large_is_refused_as_soon_as_it_is_known() {
     fitting
         .write(head(
             "short",
-            &format!("content-length: {LARGEST_BODY}\r\n"),
+            &format!("content-length: {MAX_BODY_BYTES}\r\n"),
         ))
         .await;
-    fitting.write(" ".repeat(LARGEST_BODY)).await;
+    fitting.write(" ".repeat(MAX_BODY_BYTES)).await;
     assert_eq!(fitting.answer().await.status, 400); // control
 
     let mut announced = Raw::connect(stack.address).await;
     announced
         .write(head(
             "short",
-            &format!("content-length: {}\r\n", LARGEST_BODY + 1),
+            &format!("content-length: {}\r\n", MAX_BODY_BYTES + 1),
         ))
         .await;
     announced
-        .write_if_it_can(" ".repeat(LARGEST_BODY + 1))
+        .write_if_it_can(" ".repeat(MAX_BODY_BYTES + 1))
         .await;
     assert_eq!(announced.answer().await.status, 413);
 
@@ -172,7 +172,7 @@ async fn a_body_that_is_too_large_is_refused_as_soon_as_it_is_known() {
         .await;
     let chunk = format!("{:x}\r\n{}\r\n", 65536, " ".repeat(65536));
     let mut chunks = 0;
-    while chunks * 65536 <= LARGEST_BODY && endless.write_if_it_can(&chunk).await {
+    while chunks * 65536 <= MAX_BODY_BYTES && endless.write_if_it_can(&chunk).await {
         chunks += 1;
     }
     assert_eq!(endless.answer().await.status, 413);

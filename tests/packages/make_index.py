@@ -15,7 +15,8 @@ import zipfile
 ROOT = sys.argv[1]
 
 BACKEND = '''
-"""A build backend: packs the modules of the current folder into a wheel. It leaves a sign that it ran."""
+"""A build backend: packs the modules of the current folder into a wheel. It leaves a sign that it
+ran."""
 import os, zipfile
 
 def build_wheel(folder, settings=None, metadata=None):

@@ -500,8 +500,8 @@ impl Session {
         twins_of(&control_groups(interpreter))
     }
 
-    /// Returns the interpreter's pid on the host: that of the process to which the kernel attributes
-    /// the pid namespace and the inner pid that the session reports.
+    /// Returns the interpreter's pid on the host: that of the process to which the kernel
+    /// attributes the pid namespace and the inner pid that the session reports.
     pub(crate) async fn host_pid(&self) -> u32 {
         let namespace = self
             .ok("import os; print(os.readlink('/proc/self/ns/pid'), os.getpid())")

@@ -16,7 +16,7 @@ use crate::shape::{
 };
 
 /// A choice longer than this on one line gets a name.
-const LONGEST_INLINE_CHOICE: usize = 60;
+const MAX_INLINE_CHOICE_LENGTH: usize = 60;
 
 /// A definition at the top level of a module.
 #[derive(Debug, Clone, PartialEq)]
@@ -341,7 +341,7 @@ impl<'p> Planner<'p> {
             let one_of = Code::call(self.uses("OneOf"), vec![values]);
             Code::subscript(self.uses("Annotated"), vec![Code::text(kind), one_of])
         };
-        if code.flat().chars().count() <= LONGEST_INLINE_CHOICE {
+        if code.flat().chars().count() <= MAX_INLINE_CHOICE_LENGTH {
             return code;
         }
         let key = code.flat();

@@ -45,11 +45,11 @@ use package::Entry;
 use shape::{Others, Schema, Shape};
 
 /// Limit of tools per server. The largest known servers have some hundreds.
-const MOST_TOOLS: usize = 1000;
+const MAX_TOOLS: usize = 1000;
 /// Size limit of all schemas and descriptions of one server together.
-const LARGEST_LIST: usize = 16 * 1024 * 1024;
+const MAX_LIST_BYTES: usize = 16 * 1024 * 1024;
 /// Length limit of a tool name. The protocol asks for 128.
-const LONGEST_TOOL_NAME: usize = 256;
+const MAX_TOOL_NAME_LENGTH: usize = 256;
 /// The member in which servers wrap a result that is not an object.
 const WRAPPER: &str = "result";
 
@@ -141,7 +141,7 @@ pub enum Note {
 /// Reason why a tool has no module.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum LeftOut {
-    #[error("its name has {length} characters, and may have {LONGEST_TOOL_NAME}")]
+    #[error("its name has {length} characters, and may have {MAX_TOOL_NAME_LENGTH}")]
     LongName { length: usize },
     #[error("the server has two tools of this name")]
     Repeated,
@@ -169,20 +169,22 @@ impl fmt::Display for Note {
 /// Reason why no package can be generated.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum GenerateError {
-    #[error("the server has {count} tools, and may have {MOST_TOOLS}")]
+    #[error("the server has {count} tools, and may have {MAX_TOOLS}")]
     TooManyTools { count: usize },
-    #[error("the tools of the server are described in {bytes} bytes, and may be in {LARGEST_LIST}")]
+    #[error(
+        "the tools of the server are described in {bytes} bytes, and may be in {MAX_LIST_BYTES}"
+    )]
     TooLarge { bytes: usize },
 }
 
 /// Generates the package of one server. A tool that cannot be generated is left out and noted. It
 /// does not affect the others.
 pub fn generate(server: &ServerName, tools: &[ToolSchema]) -> Result<Package, GenerateError> {
-    if tools.len() > MOST_TOOLS {
+    if tools.len() > MAX_TOOLS {
         return Err(GenerateError::TooManyTools { count: tools.len() });
     }
     let bytes = tools.iter().map(size).sum();
-    if bytes > LARGEST_LIST {
+    if bytes > MAX_LIST_BYTES {
         return Err(GenerateError::TooLarge { bytes });
     }
     let mut notes = Vec::new();
@@ -282,7 +284,7 @@ fn usable<'a>(tools: &'a [ToolSchema], notes: &mut Vec<Note>) -> Vec<&'a ToolSch
     for tool in tools {
         let length = tool.name.chars().count();
         let why = match () {
-            () if length > LONGEST_TOOL_NAME => LeftOut::LongName { length },
+            () if length > MAX_TOOL_NAME_LENGTH => LeftOut::LongName { length },
             () if !seen.insert(tool.name.as_str()) => LeftOut::Repeated,
             () => {
                 usable.push(tool);

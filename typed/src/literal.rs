@@ -9,7 +9,7 @@ use crate::layout::Code;
 use crate::unseen::is_unseen;
 
 /// Length limit of a description. The rest is cut off, because an agent reads it.
-const LONGEST_DESCRIPTION: usize = 8 * 1024;
+const MAX_DESCRIPTION_LENGTH: usize = 8 * 1024;
 
 /// Returns `text` as a string literal on one line.
 pub(crate) fn string(text: &str) -> String {
@@ -82,7 +82,7 @@ pub(crate) fn docstring(text: &str, indent: usize, width: usize) -> String {
 /// Returns a description in the usual form of a docstring: without margins, trailing spaces, and
 /// blank lines at its ends, and within the length limit.
 pub(crate) fn cleaned(text: &str) -> String {
-    let cut: String = text.chars().take(LONGEST_DESCRIPTION).collect();
+    let cut: String = text.chars().take(MAX_DESCRIPTION_LENGTH).collect();
     let cut = if cut.len() < text.len() {
         cut + " …"
     } else {

@@ -9,10 +9,10 @@ use std::collections::{BTreeSet, HashMap};
 use std::fmt;
 
 /// Length limit of a server name.
-const LONGEST_SERVER_NAME: usize = 64;
+const MAX_SERVER_NAME_LENGTH: usize = 64;
 /// Length limit of a generated identifier. A file name may have 255 bytes, and a number and `.py`
 /// may follow.
-const LONGEST_IDENTIFIER: usize = 100;
+const MAX_IDENTIFIER_LENGTH: usize = 100;
 
 /// The name under which a server is registered: letters, digits, `-`, `_` and `.`, beginning with a
 /// letter or digit.
@@ -29,7 +29,7 @@ pub struct ServerName {
 pub enum ServerNameError {
     #[error("the name of a server is empty")]
     Empty,
-    #[error("the name of a server has {length} characters, and may have {LONGEST_SERVER_NAME}")]
+    #[error("the name of a server has {length} characters, and may have {MAX_SERVER_NAME_LENGTH}")]
     TooLong { length: usize },
     #[error(
         "the name of a server holds {character:?}; letters, digits, `-`, `_` and `.` are allowed"
@@ -45,7 +45,7 @@ impl ServerName {
     pub fn new(name: &str) -> Result<ServerName, ServerNameError> {
         let first = name.chars().next().ok_or(ServerNameError::Empty)?;
         let length = name.chars().count();
-        if length > LONGEST_SERVER_NAME {
+        if length > MAX_SERVER_NAME_LENGTH {
             return Err(ServerNameError::TooLong { length });
         }
         let is_allowed = |character: &char| {
@@ -192,7 +192,7 @@ fn identifier(name: &str, kind: &str) -> String {
             '_'
         }
     });
-    let mut text: String = mapped.take(LONGEST_IDENTIFIER).collect();
+    let mut text: String = mapped.take(MAX_IDENTIFIER_LENGTH).collect();
     if !text.starts_with(|character: char| character.is_ascii_alphabetic()) {
         let rest = text.trim_matches('_');
         text = if rest.is_empty() {
@@ -280,7 +280,7 @@ pub(crate) fn class(hint: &str) -> String {
         text.push(word.as_bytes()[0].to_ascii_uppercase().into());
         text.push_str(&word[1..]);
     }
-    text.truncate(LONGEST_IDENTIFIER);
+    text.truncate(MAX_IDENTIFIER_LENGTH);
     identifier(&text, "Model")
 }
 

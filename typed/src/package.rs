@@ -6,7 +6,7 @@ use crate::module::import;
 use crate::name::INDEX_NAMES;
 
 /// Minimum width for the summary of a tool on a line.
-const SHORTEST_SUMMARY: usize = 40;
+const MIN_SUMMARY: usize = 40;
 
 /// The entry of one module in an index.
 pub(crate) struct Entry<'a> {
@@ -62,7 +62,7 @@ fn listed(entries: &[Entry<'_>]) -> String {
         .unwrap_or(0)
         .min(40);
     // Two spaces separate the columns; docstrings need room for quotation marks.
-    let room = WIDTH.saturating_sub(longest + 2 + 3).max(SHORTEST_SUMMARY);
+    let room = WIDTH.saturating_sub(longest + 2 + 3).max(MIN_SUMMARY);
     let line = |entry: &Entry<'_>| {
         let summary = literal::summary(entry.description, room);
         format!("{:longest$}  {summary}", entry.name)

@@ -19,13 +19,13 @@ const DEEPEST: usize = 40;
 /// Limit of schema parts that are visited or copied. A few references to references could otherwise
 /// produce any number of them. The largest known schemas of real servers need a twentieth of it,
 /// and it takes some milliseconds.
-const MOST_WORK: usize = 50_000;
+const MAX_WORK: usize = 50_000;
 /// Limit of members, values or alternatives in one part of a schema. They are compared with each
 /// other.
 const WIDEST: usize = 1000;
 /// The largest integer that every JSON reader represents exactly. Generators write it for "no
 /// limit".
-const LARGEST_SAFE: f64 = 9_007_199_254_740_991.0;
+const MAX_SAFE_INTEGER: f64 = 9_007_199_254_740_991.0;
 
 /// Reason why a schema cannot be read.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -40,7 +40,7 @@ pub enum SchemaError {
     CircularReference { reference: String },
     #[error("it is nested more than {DEEPEST} levels deep")]
     TooDeep,
-    #[error("it has more than {MOST_WORK} parts")]
+    #[error("it has more than {MAX_WORK} parts")]
     TooMuch,
     #[error("it has {count} members, values or alternatives in one place, and may have {WIDEST}")]
     TooWide { count: usize },
@@ -186,7 +186,7 @@ impl<'a> Reader<'a> {
         self.work += parts;
         match () {
             () if depth > DEEPEST => Err(SchemaError::TooDeep),
-            () if self.work > MOST_WORK => Err(SchemaError::TooMuch),
+            () if self.work > MAX_WORK => Err(SchemaError::TooMuch),
             () => Ok(()),
         }
     }
@@ -799,7 +799,7 @@ fn bounds(object: &Object, whole: Whole) -> Bounds {
         object
             .get(key)
             .and_then(Value::as_f64)
-            .filter(|number| number.abs() < LARGEST_SAFE)
+            .filter(|number| number.abs() < MAX_SAFE_INTEGER)
     };
     // Before draft-06 these two were booleans that changed the meaning of the limit.
     let is_exclusive = |key: &str| object.get(key) == Some(&Value::Bool(true));
@@ -874,7 +874,7 @@ fn lengths(object: &Object, least: &str, most: &str) -> Lengths {
     // Some generators write 1.0.
     let number = |key: &str| {
         let number = object.get(key)?.as_f64()?;
-        (0.0..LARGEST_SAFE)
+        (0.0..MAX_SAFE_INTEGER)
             .contains(&number)
             .then_some(number as u64)
     };

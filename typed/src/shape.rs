@@ -7,7 +7,7 @@ use serde_json::{Map, Value};
 
 /// Limit of comparisons when checking whether a default fits. Nested alternatives could otherwise
 /// take forever.
-const MOST_COMPARISONS: usize = 10_000;
+const MAX_COMPARISONS: usize = 10_000;
 
 /// A parsed schema: its definitions, of which the first is the schema itself.
 #[derive(Debug, Clone, PartialEq)]
@@ -151,7 +151,7 @@ impl Schema {
     pub(crate) fn accepts(&self, shape: &Shape, value: &Value) -> bool {
         Check {
             schema: self,
-            left: MOST_COMPARISONS,
+            left: MAX_COMPARISONS,
         }
         .accepts(shape, value)
     }
@@ -161,7 +161,7 @@ impl Schema {
     pub(crate) fn is_plain(&self, shape: &Shape, value: &Value) -> bool {
         Check {
             schema: self,
-            left: MOST_COMPARISONS,
+            left: MAX_COMPARISONS,
         }
         .is_plain(shape, value)
     }

@@ -45,7 +45,7 @@ const PATIENCE_AFTER_TERM: Duration = Duration::from_secs(1);
 const PATIENCE_FOR_WORDS: Duration = Duration::from_millis(300);
 /// Limits on the retained standard error output of a server.
 const KEPT_LINES: usize = 20;
-const LONGEST_KEPT_LINE: usize = 500;
+const MAX_KEPT_LINE_LENGTH: usize = 500;
 /// Number of reported lines: the cause is often above the last one.
 const TOLD_LINES: usize = 5;
 
@@ -265,7 +265,7 @@ impl LastWords {
             .trim()
             .chars()
             .filter(|character| !character.is_control())
-            .take(LONGEST_KEPT_LINE)
+            .take(MAX_KEPT_LINE_LENGTH)
             .collect();
         if line.is_empty() {
             return;
@@ -311,7 +311,7 @@ async fn read(mut errors: impl AsyncRead + Unpin, last_words: &LastWords, mask: 
             if *byte == b'\n' {
                 last_words.add(&line, mask);
                 line.clear();
-            } else if line.len() < 4 * LONGEST_KEPT_LINE {
+            } else if line.len() < 4 * MAX_KEPT_LINE_LENGTH {
                 line.push(*byte);
             }
         }
@@ -545,7 +545,7 @@ mod tests {
             words
                 .lines()
                 .iter()
-                .all(|line| line.len() <= LONGEST_KEPT_LINE)
+                .all(|line| line.len() <= MAX_KEPT_LINE_LENGTH)
         );
     }
 

@@ -29,9 +29,9 @@ use crate::web::WebError;
 use crate::wire;
 
 /// Maximum length of texts from a server about itself.
-const LONGEST_TEXT: usize = 500;
+const MAX_TEXT_LENGTH: usize = 500;
 /// Maximum length of a cursor, which is a short token. A larger one would only make us carry data.
-const LONGEST_CURSOR: usize = 4096;
+const MAX_CURSOR_LENGTH: usize = 4096;
 
 /// A live connection. Dropping it closes it gracefully.
 pub(crate) struct Connection {
@@ -183,7 +183,7 @@ impl Connection {
                 return Err(ConnectError::List { why: "is too long" });
             }
             let Some(next) = next else { return Ok(tools) };
-            if next.len() > LONGEST_CURSOR || !cursors.insert(next.clone()) {
+            if next.len() > MAX_CURSOR_LENGTH || !cursors.insert(next.clone()) {
                 return Err(ConnectError::List {
                     why: "never ends: it leads to a page that has been read",
                 });
@@ -412,7 +412,7 @@ pub(crate) fn said(text: &str, mask: &Mask) -> String {
                 character
             }
         })
-        .take(LONGEST_TEXT)
+        .take(MAX_TEXT_LENGTH)
         .collect()
 }
 

@@ -19,8 +19,8 @@ use crate::tools::{self, PinnedTools};
 use crate::upstream::Settings;
 
 /// Initial backoff after a failure; it doubles with each further failure.
-const SHORTEST_WAIT: Duration = Duration::from_millis(500);
-const LONGEST_WAIT: Duration = Duration::from_secs(30);
+const MIN_WAIT: Duration = Duration::from_millis(500);
+const MAX_WAIT: Duration = Duration::from_secs(30);
 
 /// Reply channel of a caller that needs a connection.
 pub(crate) type Wanted = oneshot::Sender<Result<Arc<Connection>, String>>;
@@ -156,9 +156,9 @@ impl Driver {
                 Ok(connection)
             }
             Err(error) => {
-                let wait = SHORTEST_WAIT
+                let wait = MIN_WAIT
                     .saturating_mul(1 << failures.count.min(16))
-                    .min(LONGEST_WAIT);
+                    .min(MAX_WAIT);
                 failures.count += 1;
                 failures.not_before = Some((Instant::now() + wait, told(&error)));
                 Err(error)

@@ -341,7 +341,7 @@ impl Opening<'_> {
 
 /// Limit on concurrent requests. A server that responds with plain JSON holds the request until the
 /// tool has finished, so this also limits its concurrent calls.
-const MOST_POSTS: usize = 256;
+const MAX_POSTS: usize = 256;
 
 type ChildLines = Lines<tokio::process::ChildStdout, tokio::process::ChildStdin>;
 
@@ -350,7 +350,7 @@ fn streamable_transport(web: Web, url: &str) -> StreamableHttpClientTransport<We
     // compared with the registered ones.
     let config = StreamableHttpClientTransportConfig::with_uri(url)
         .reinit_on_expired_session(false)
-        .max_concurrent_requests(MOST_POSTS);
+        .max_concurrent_requests(MAX_POSTS);
     StreamableHttpClientTransport::with_client(web.clone(), config.max_sse_event_size(web.largest))
 }
 

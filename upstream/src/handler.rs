@@ -20,7 +20,7 @@ use crate::variables::Mask;
 
 /// Maximum number of queued progress notifications with an unknown token: those of a call that was
 /// sent but not yet returned to its caller.
-const MOST_EARLY: usize = 64;
+const MAX_EARLY: usize = 64;
 
 /// rmcp's handler for requests of a server. Its defaults reject or ignore them.
 pub(crate) struct Handler;
@@ -94,7 +94,7 @@ impl ProgressTokens {
     }
 
     pub(crate) fn follow(self: &Arc<Self>, token: &ProgressToken) -> Follower {
-        let (sender, receiver) = mpsc::channel(MOST_EARLY);
+        let (sender, receiver) = mpsc::channel(MAX_EARLY);
         let mut followed = self.lock();
         followed.early.retain(|(early, progress)| {
             let is_ours = early == token;
@@ -127,7 +127,7 @@ impl ProgressTokens {
             let _ = sender.try_send(progress);
             return;
         }
-        if followed.early.len() == MOST_EARLY {
+        if followed.early.len() == MAX_EARLY {
             followed.early.pop_front();
         }
         followed.early.push_back((token, progress));

@@ -20,9 +20,9 @@ use crate::tools::hash_value;
 use crate::variables::{self, Filled, MissingVariables, Variables};
 
 /// Maximum total size of the parameters. Those of real servers have some hundred bytes.
-const LARGEST_PARAMS: usize = 256 * 1024;
+const MAX_PARAMS_BYTES: usize = 256 * 1024;
 /// Maximum timeout in seconds. A longer one would be no limit in practice.
-const LONGEST_TIMEOUT: f64 = 3600.0;
+const MAX_TIMEOUT: f64 = 3600.0;
 
 const COMMAND_KEYS: [&str; 7] = [
     "command",
@@ -105,7 +105,7 @@ pub enum BadParams {
     NoTarget,
     #[error("the parameters of a server have `command` or `url`, and this has both")]
     TwoTargets,
-    #[error("the parameters of a server have {bytes} bytes, and may have {LARGEST_PARAMS}")]
+    #[error("the parameters of a server have {bytes} bytes, and may have {MAX_PARAMS_BYTES}")]
     TooLarge { bytes: usize },
     #[error("the parameter {key:?} is not known{}", suggestion(.nearest))]
     UnknownKey {
@@ -132,7 +132,7 @@ impl ServerParams {
     pub fn parse(value: &Value) -> Result<ServerParams, BadParams> {
         let object = value.as_object().ok_or(BadParams::NoObject)?;
         let bytes = value.to_string().len();
-        if bytes > LARGEST_PARAMS {
+        if bytes > MAX_PARAMS_BYTES {
             return Err(BadParams::TooLarge { bytes });
         }
         match (object.contains_key("command"), object.contains_key("url")) {
@@ -424,7 +424,7 @@ fn seconds(object: &Map<String, Value>, keys: &[&str]) -> Result<Option<Duration
         return Ok(None);
     };
     match value.as_f64() {
-        Some(seconds) if seconds > 0.0 && seconds <= LONGEST_TIMEOUT => {
+        Some(seconds) if seconds > 0.0 && seconds <= MAX_TIMEOUT => {
             Ok(Some(Duration::from_secs_f64(seconds)))
         }
         _ => Err(form(
@@ -576,7 +576,7 @@ mod tests {
             json!({"url": "https://a.example", "headers": {"Mcp-Session-Id": "c"}}),
             json!({"url": "https://a.example", "headers": {"Host": "b.example"}}),
             json!({"url": "https://a.example", "timeout": "soon"}),
-            json!({"command": "x", "args": ["a".repeat(LARGEST_PARAMS)]}),
+            json!({"command": "x", "args": ["a".repeat(MAX_PARAMS_BYTES)]}),
         ] {
             assert!(parse(value.clone()).is_err(), "{value}");
         }

@@ -16,7 +16,7 @@ use crate::params::ServerParams;
 use crate::upstream::{Settings, Upstream, UpstreamInfo};
 
 /// Maximum number of servers of one owner. Each may be a process.
-const MOST_SERVERS: usize = 50;
+const MAX_SERVERS: usize = 50;
 /// Timeout for running calls of a replaced server.
 const PATIENCE: Duration = Duration::from_secs(5);
 
@@ -44,7 +44,7 @@ pub enum RegisterError {
         "there is a server {name} of the operator, which cannot be replaced; choose another name"
     )]
     Operators { name: ServerName },
-    #[error("there are {MOST_SERVERS} servers already; unregister one first")]
+    #[error("there are {MAX_SERVERS} servers already; unregister one first")]
     TooMany,
     #[error("could not connect to the server {name}")]
     Connect {
@@ -226,7 +226,7 @@ fn may_join(
     }
     let is_new = !servers.contains_key(&(owner.clone(), name.clone()));
     let count = servers.keys().filter(|(found, _)| found == owner).count();
-    if is_new && count >= MOST_SERVERS {
+    if is_new && count >= MAX_SERVERS {
         Err(RegisterError::TooMany)
     } else {
         Ok(())

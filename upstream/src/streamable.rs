@@ -160,7 +160,7 @@ impl Web {
     ) -> Result<StreamableHttpPostResponse, Failure> {
         let status = response.status();
         let is_json = web::is_type(&response, JSON);
-        let body = web::body(response, LARGEST_REFUSAL)
+        let body = web::body(response, MAX_REFUSAL_BYTES)
             .await
             .unwrap_or_default();
         let said = match wire::read(&body) {
@@ -188,7 +188,7 @@ impl Web {
 }
 
 /// Maximum size of an error body, which is a short text.
-const LARGEST_REFUSAL: usize = 64 * 1024;
+const MAX_REFUSAL_BYTES: usize = 64 * 1024;
 
 /// Returns the id of the request, if it expects a response.
 fn asked(message: &ClientJsonRpcMessage) -> Option<RequestId> {

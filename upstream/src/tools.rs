@@ -13,13 +13,13 @@ use serde_json::Value;
 use sha2::{Digest, Sha256};
 
 /// Backtracking limit for patterns in schemas, so that a hostile one cannot use unbounded CPU time.
-const MOST_BACKTRACKS: usize = 100_000;
-const LARGEST_PATTERN: usize = 1024 * 1024;
+const MAX_BACKTRACKS: usize = 100_000;
+const MAX_PATTERN_BYTES: usize = 1024 * 1024;
 /// Limits on a message about invalid arguments.
-const LONGEST_OBJECTION: usize = 600;
-const MOST_OBJECTIONS: usize = 3;
+const MAX_OBJECTION_LENGTH: usize = 600;
+const MAX_OBJECTIONS: usize = 3;
 /// Maximum length of a name in notes.
-const LONGEST_SHOWN_NAME: usize = 80;
+const MAX_SHOWN_NAME_LENGTH: usize = 80;
 
 /// Whether a tool can be called.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -63,7 +63,7 @@ pub(crate) fn read(listed: Vec<Value>) -> Readable {
 pub(crate) fn shown(name: &str) -> String {
     format!(
         "{:?}",
-        name.chars().take(LONGEST_SHOWN_NAME).collect::<String>()
+        name.chars().take(MAX_SHOWN_NAME_LENGTH).collect::<String>()
     )
 }
 
@@ -192,7 +192,7 @@ impl PinnedTools {
                     );
                 }
                 Err(why) => {
-                    let why: String = why.chars().take(LONGEST_OBJECTION).collect();
+                    let why: String = why.chars().take(MAX_OBJECTION_LENGTH).collect();
                     let name = shown(&tool.name);
                     notes.push(format!(
                         "the tool {name} is left out: arguments cannot be checked against its \
@@ -226,7 +226,7 @@ impl PinnedTools {
     pub(crate) fn objection(&self, name: &str, arguments: &Value) -> Option<String> {
         let objections = self.0.get(name)?.arguments.iter_errors(arguments);
         let said: Vec<String> = objections
-            .take(MOST_OBJECTIONS)
+            .take(MAX_OBJECTIONS)
             .map(|error| {
                 let place = error.instance_path().to_string();
                 let place = if place.is_empty() {
@@ -236,7 +236,7 @@ impl PinnedTools {
                 };
                 format!("{place}{error}")
                     .chars()
-                    .take(LONGEST_OBJECTION)
+                    .take(MAX_OBJECTION_LENGTH)
                     .collect()
             })
             .collect();
@@ -275,8 +275,8 @@ fn lock(state: &Mutex<ToolState>) -> std::sync::MutexGuard<'_, ToolState> {
 
 fn validator(schema: &Value) -> Result<Validator, String> {
     let patterns = PatternOptions::fancy_regex()
-        .backtrack_limit(MOST_BACKTRACKS)
-        .size_limit(LARGEST_PATTERN);
+        .backtrack_limit(MAX_BACKTRACKS)
+        .size_limit(MAX_PATTERN_BYTES);
     let options = jsonschema::options()
         .offline()
         .with_pattern_options(patterns);

@@ -33,7 +33,7 @@ pub use crate::tools::ToolState;
 /// Arguments with more values than this are checked on a separate thread.
 const QUICKLY_CHECKED: usize = 1000;
 /// Maximum number of notes about one server.
-const MOST_NOTES: usize = 100;
+const MAX_NOTES: usize = 100;
 
 /// Limits on a server.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -169,7 +169,7 @@ impl Upstream {
         tokio::spawn(task.run());
         let mut notes = opened.notes;
         notes.extend(registered.notes);
-        notes.truncate(MOST_NOTES);
+        notes.truncate(MAX_NOTES);
         let Registered {
             package, pinned, ..
         } = registered;

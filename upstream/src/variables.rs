@@ -22,7 +22,7 @@ use crate::child::INHERITED;
 const HIDDEN: &str = "[hidden]";
 /// Minimum length of a masked value. Masking every `1` in a text would reveal more about the value
 /// than it hides.
-const SHORTEST_MASKED: usize = 4;
+const MIN_MASKED: usize = 4;
 
 /// Variables of the host. `Debug` prints no value.
 #[derive(Clone, Default)]
@@ -161,7 +161,7 @@ impl Mask {
     fn new(secrets: BTreeSet<String>, values: &BTreeSet<String>) -> Mask {
         let mut secrets: Vec<String> = secrets
             .into_iter()
-            .filter(|value| value.len() >= SHORTEST_MASKED)
+            .filter(|value| value.len() >= MIN_MASKED)
             .collect();
         // Longest first, so that of two overlapping secrets no part remains.
         secrets.sort_by_key(|value| std::cmp::Reverse(value.len()));

@@ -16,9 +16,9 @@ use crate::handler::{Changed, ProgressTokens};
 use crate::variables::Mask;
 
 /// Timeout for determining whether a request was sent on a lost connection.
-const LONGEST_DOUBT: Duration = Duration::from_secs(1);
+const MAX_DOUBT_TIME: Duration = Duration::from_secs(1);
 /// Maximum number of requests from a server within `COUNTED_TIME`. Most of them are pings.
-const MOST_QUESTIONS: usize = 100;
+const MAX_QUESTIONS: usize = 100;
 const COUNTED_TIME: Duration = Duration::from_secs(10);
 
 /// State of a transport that rmcp owns.
@@ -141,7 +141,7 @@ impl Sent {
         };
         // Writing to a server that is gone fails at once. If the request is still pending, the
         // outcome is unknown.
-        timeout(LONGEST_DOUBT, decided).await.unwrap_or(true)
+        timeout(MAX_DOUBT_TIME, decided).await.unwrap_or(true)
     }
 
     /// Stops tracking a request.
@@ -208,7 +208,7 @@ impl<T> Watched<T> {
             self.asked = (now, 0);
         }
         self.asked.1 += 1;
-        self.asked.1 <= MOST_QUESTIONS
+        self.asked.1 <= MAX_QUESTIONS
     }
 }
 
@@ -291,7 +291,7 @@ mod tests {
             Parrot(r#"{"jsonrpc":"2.0","id":1,"method":"ping"}"#),
             &Watch::default(),
         );
-        for _ in 0..MOST_QUESTIONS {
+        for _ in 0..MAX_QUESTIONS {
             assert!(watched.receive().await.is_some());
         }
         let more: Vec<_> = (0..1000)

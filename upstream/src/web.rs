@@ -15,7 +15,7 @@ use rustls::{ClientConfig, RootCertStore};
 use crate::addresses::{AddressPolicy, CheckedNames};
 
 /// Timeout for establishing a connection. The timeout for the whole handshake is longer.
-const LONGEST_DIAL: Duration = Duration::from_secs(10);
+const MAX_DIAL_TIME: Duration = Duration::from_secs(10);
 
 /// Error of a request to a remote server.
 #[derive(Debug, thiserror::Error)]
@@ -92,7 +92,7 @@ impl Web {
         let mut builder = reqwest::Client::builder()
             .tls_backend_preconfigured(tls()?)
             .redirect(redirect::Policy::none())
-            .connect_timeout(LONGEST_DIAL)
+            .connect_timeout(MAX_DIAL_TIME)
             .referer(false)
             .default_headers(header_map(headers)?)
             .user_agent(concat!("cellblock/", env!("CARGO_PKG_VERSION")));

@@ -190,7 +190,7 @@ enum Place {
 }
 
 /// Our own ids are never longer.
-const LONGEST_ID: usize = 64;
+const MAX_ID_LENGTH: usize = 64;
 
 impl IdFinder {
     pub(crate) fn feed(&mut self, bytes: &[u8]) {
@@ -251,7 +251,7 @@ impl IdFinder {
     }
 
     fn keep(&mut self, byte: u8) {
-        if self.text.len() < LONGEST_ID {
+        if self.text.len() < MAX_ID_LENGTH {
             self.text.push(byte);
         }
     }

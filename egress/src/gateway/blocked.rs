@@ -94,7 +94,7 @@ struct Ledger {
 }
 
 /// Limit of different lines. More than fifty do not help a model.
-const MOST_LINES: usize = 50;
+const MAX_LINES: usize = 50;
 
 impl Notes {
     /// Records one refusal.
@@ -131,7 +131,7 @@ impl Notes {
             .find(|line| line.target == target && line.reason == reason);
         if let Some(line) = known {
             line.times = line.times.saturating_add(times);
-        } else if ledger.lines.len() < MOST_LINES {
+        } else if ledger.lines.len() < MAX_LINES {
             ledger.lines.push(Blocked {
                 target,
                 reason,
@@ -180,13 +180,13 @@ mod tests {
     #[test]
     fn the_list_is_bounded_and_says_how_much_is_missing() {
         let notes = Notes::default();
-        for number in 0..MOST_LINES + 7 {
+        for number in 0..MAX_LINES + 7 {
             notes.add(format!("host{number}.example.org"), Reason::NotListed);
         }
         let lines = texts(&notes);
-        assert_eq!(lines.len(), MOST_LINES + 1);
+        assert_eq!(lines.len(), MAX_LINES + 1);
         assert_eq!(
-            lines[MOST_LINES],
+            lines[MAX_LINES],
             "blocked: other targets (too many to list), 7 times"
         );
     }

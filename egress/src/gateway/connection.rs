@@ -31,7 +31,7 @@ use tokio::time::timeout;
 use super::Shared;
 use super::blocked::Reason;
 use super::inside::{Fate, Inside};
-use crate::hello::{self, ClientHello, Hello, LARGEST_HELLO};
+use crate::hello::{self, ClientHello, Hello, MAX_HELLO_BYTES};
 use crate::name::{Host, HostName};
 use crate::names::NameInUse;
 use crate::resolve::BoxFuture;
@@ -62,11 +62,11 @@ pub(crate) async fn serve(shared: Arc<Shared>, stream: TcpStream, target: Socket
 struct Refused;
 
 /// Timeout for a ClientHello. Clients send it at once; this allows for slow ones on a busy machine.
-const LONGEST_HELLO: Duration = Duration::from_secs(10);
+const MAX_HELLO_TIME: Duration = Duration::from_secs(10);
 
 /// Timeout for the first bytes where TLS is possible but not required. A client that sends later is
 /// copied unchanged, so its placeholder stays a placeholder.
-const LONGEST_GUESS: Duration = Duration::from_secs(1);
+const MAX_GUESS_TIME: Duration = Duration::from_secs(1);
 
 /// Buffer size for copying. Larger buffers are not faster, and every connection has two.
 const BUFFER: usize = 64 * 1024;
@@ -256,13 +256,13 @@ async fn carry(peer: &Arc<Peer>, mut inside: Inside) -> Result<(), Refused> {
             }
         }
         Traffic::Tls(name) => {
-            let Some(hello) = read_hello(&mut inside, LONGEST_HELLO).await else {
+            let Some(hello) = read_hello(&mut inside, MAX_HELLO_TIME).await else {
                 return Ok(());
             };
             check_hello(&hello, name).map_err(|reason| peer.refuse(reason))?;
             carry_tls(peer, inside, name).await?;
         }
-        Traffic::Perhaps(name) => match read_hello(&mut inside, LONGEST_GUESS).await {
+        Traffic::Perhaps(name) => match read_hello(&mut inside, MAX_GUESS_TIME).await {
             Some(hello) if check_hello(&hello, name).is_ok() => {
                 carry_tls(peer, inside, name).await?
             }
@@ -275,7 +275,7 @@ async fn carry(peer: &Arc<Peer>, mut inside: Inside) -> Result<(), Refused> {
 /// Reads the first bytes until they clearly are a ClientHello or clearly are not, and puts them
 /// back. Returns `None` if the client closes without sending anything.
 async fn read_hello(inside: &mut Inside, patience: Duration) -> Option<Hello> {
-    let mut bytes = Vec::with_capacity(LARGEST_HELLO);
+    let mut bytes = Vec::with_capacity(MAX_HELLO_BYTES);
     let read = async {
         loop {
             match inside.read_buf(&mut bytes).await {

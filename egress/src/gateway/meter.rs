@@ -24,7 +24,7 @@ struct Account {
 const CREDIT: Duration = Duration::from_millis(100);
 
 /// Largest number of bytes transferred at once under a limit.
-const LARGEST_PIECE: u64 = 64 * 1024;
+const MAX_PIECE_BYTES: u64 = 64 * 1024;
 
 impl Meter {
     /// Returns a meter with a limit in bytes per second. Zero means no limit.
@@ -42,7 +42,7 @@ impl Meter {
     /// most the share of a tenth of a second, so that connections do not wait long for each other.
     pub(crate) fn largest_piece(&self) -> Option<usize> {
         let account = self.0.as_ref()?;
-        usize::try_from((account.bytes_per_second / 10).clamp(1, LARGEST_PIECE)).ok()
+        usize::try_from((account.bytes_per_second / 10).clamp(1, MAX_PIECE_BYTES)).ok()
     }
 
     /// Returns the time until which nothing may be transferred, or `None` if transfers are allowed

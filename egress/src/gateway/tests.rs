@@ -1348,7 +1348,7 @@ async fn so_many_connections_are_held_and_the_rest_is_refused() {
     let mut questions = world.with_a_person();
     let mut held = Vec::new();
     let mut replies = Vec::new();
-    for _ in 0..MOST_HELD {
+    for _ in 0..MAX_HELD {
         held.push(world.connect("example.org", 7000).await);
         replies.push(questions.recv().await.unwrap().2);
     }

@@ -8,7 +8,7 @@ use std::net::{IpAddr, Ipv4Addr};
 
 use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 
-use super::{Depth, MOST_RULES, Pattern, Target};
+use super::{Depth, MAX_RULES, Pattern, Target};
 use crate::address;
 use crate::name::{HostName, NameError};
 
@@ -79,7 +79,7 @@ pub enum Problem {
     PortOrder(String),
     #[error("{0}")]
     Name(#[from] NameError),
-    #[error("the list has more than {MOST_RULES} rules")]
+    #[error("the list has more than {MAX_RULES} rules")]
     TooMany,
 }
 

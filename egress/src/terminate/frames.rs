@@ -14,7 +14,7 @@ use crate::secrets::Masker;
 const READ_AT_ONCE: usize = 64 * 1024;
 
 /// The protocol's size limit for pings, pongs and the close reason.
-const LARGEST_CONTROL: usize = 125;
+const MAX_CONTROL_BYTES: usize = 125;
 
 const FINAL: u8 = 0x80;
 const RESERVED: u8 = 0x70;
@@ -117,7 +117,7 @@ impl Frames {
         }
         let payload = self.unread.split_to(end).freeze().slice(head.size..);
         let mut payload = self.masker.mask(&payload);
-        payload.truncate(LARGEST_CONTROL);
+        payload.truncate(MAX_CONTROL_BYTES);
         write_frame(masked, true, head.operation, &payload);
         Ok(true)
     }
@@ -170,7 +170,7 @@ fn read_head(bytes: &[u8]) -> io::Result<Option<Head>> {
     if first & RESERVED != 0 || second & ENCRYPTED != 0 {
         return broken("a frame uses an extension that was not asked for");
     }
-    if is_control && (!head.is_final || length > LARGEST_CONTROL as u64) {
+    if is_control && (!head.is_final || length > MAX_CONTROL_BYTES as u64) {
         return broken("a control frame is too long or in fragments");
     }
     Ok(Some(head))

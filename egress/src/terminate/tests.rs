@@ -427,11 +427,11 @@ async fn a_large_body_streams_as_it_is() {
     let key = session.placeholder(0);
     let text = |length: usize| format!("{key}{}", " ".repeat(length - key.len()));
     session
-        .ask(post("text/plain", text(LARGEST_FILLED_BODY)))
+        .ask(post("text/plain", text(MAX_FILLED_BODY_BYTES)))
         .await;
     // Control: the largest body that is searched.
     assert!(host.last().body().starts_with(VALUE.as_bytes()));
-    let larger = text(LARGEST_FILLED_BODY + 1);
+    let larger = text(MAX_FILLED_BODY_BYTES + 1);
     let answer = session.ask(post("text/plain", larger.clone())).await;
     assert_eq!(answer.body, larger.len().to_string());
     assert_eq!(host.last().body(), &larger);

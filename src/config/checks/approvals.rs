@@ -9,7 +9,7 @@ use crate::config::table::Key;
 use crate::config::{ApprovalSettings, ConfigError};
 
 /// Limit of the operator's rules. Each is evaluated for every call.
-const MOST_RULES: usize = 1000;
+const MAX_RULES: usize = 1000;
 
 const RULES: &str = "a list of rules such as \"- ask: {server: github, tool: create_*}\"";
 
@@ -63,12 +63,12 @@ impl Check<'_> {
                 return Err(invalid(key, origin, "a single value", RULES, None));
             }
         };
-        if rules.len() > MOST_RULES {
+        if rules.len() > MAX_RULES {
             return Err(invalid(
                 key,
                 origin,
                 &format!("{} rules", rules.len()),
-                &format!("up to {MOST_RULES}"),
+                &format!("up to {MAX_RULES}"),
                 None,
             ));
         }

@@ -19,7 +19,7 @@ use rmcp::model::{
 };
 use serde_json::{Value, json};
 
-use super::super::arguments::{Given, LARGEST_CODE};
+use super::super::arguments::{Given, MAX_CODE_BYTES};
 use super::super::toolbox::{Entry, Introduction, ToolContext, Toolbox};
 use super::super::tools::requirements;
 use super::super::turns::Extent;
@@ -35,13 +35,13 @@ const DANGEROUS_CALLS: [&str; 2] = ["eval", "exec"];
 const PREFIX: &str = "code_executer-";
 
 /// Characters of output. That server lost replies over 4096 bytes.
-const MOST_OUTPUT: usize = 100_000;
+const MAX_OUTPUT: usize = 100_000;
 
 /// How long Python may take to be there.
 const START_TIME: Duration = Duration::from_secs(60);
 
 /// Characters of an expression to be solved. It is typed.
-const LONGEST_EXPRESSION: usize = 10_000;
+const MAX_EXPRESSION_LENGTH: usize = 10_000;
 
 const WAY_BACK: &str = "The next call starts Python anew.";
 
@@ -140,7 +140,7 @@ impl CodeExecuter {
             "execute_code" => {
                 let code = written
                     .take("code")
-                    .text(LARGEST_CODE, 0)
+                    .text(MAX_CODE_BYTES, 0)
                     .map_err(|bad| format!("Error: {bad}"))?;
                 self.execute(tool_context, &code).await
             }
@@ -179,7 +179,7 @@ impl CodeExecuter {
     ) -> Result<CallToolResult, String> {
         let name = self.free_name(tool_context).await.map_err(refusal)?;
         tool_context
-            .run(&name, String::new(), START_TIME, MOST_OUTPUT)
+            .run(&name, String::new(), START_TIME, MAX_OUTPUT)
             .await
             .map_err(refusal)?;
         if !dependencies.is_empty() {
@@ -272,7 +272,7 @@ impl CodeExecuter {
             outcome,
             anew: later,
         } = tool_context
-            .run_anew(&session, code, self.timeout, MOST_OUTPUT)
+            .run_anew(&session, code, self.timeout, MAX_OUTPUT)
             .await
             .map_err(refusal)?;
         let notes: Vec<String> = place.into_iter().chain(anew.or(later)).collect();
@@ -511,11 +511,11 @@ impl Toolbox for CodeExecuter {
             .and_then(|arguments| arguments.get("expression"))
             .and_then(Value::as_str);
         let expression = expression
-            .filter(|text| text.chars().count() <= LONGEST_EXPRESSION)
+            .filter(|text| text.chars().count() <= MAX_EXPRESSION_LENGTH)
             .ok_or_else(|| {
                 let text = format!(
                     "math_evaluation needs \"expression\", a text of at most \
-                         {LONGEST_EXPRESSION} characters"
+                         {MAX_EXPRESSION_LENGTH} characters"
                 );
                 ErrorData::invalid_params(text, None)
             })?;

@@ -13,7 +13,9 @@ use async_trait::async_trait;
 use rmcp::model::{CallToolResponse, CallToolResult, ContentBlock, ErrorData, JsonObject, Tool};
 use serde_json::{Value, json};
 
-use super::super::arguments::{LARGEST_CODE, LONGEST_PATH, LONGEST_SERVER_NAME, MOST_OUTPUT_CHARS};
+use super::super::arguments::{
+    MAX_CODE_BYTES, MAX_OUTPUT_CHARS, MAX_PATH_LENGTH, MAX_SERVER_NAME_LENGTH,
+};
 use super::super::calls::or_cancelled;
 use super::super::host_files::{HostFileError, Overwrite};
 use super::super::toolbox::{Entry, Introduction, ToolContext, Toolbox};
@@ -101,7 +103,7 @@ impl Ipybox {
             "install_package" => {
                 let name = written
                     .take("package_name")
-                    .text(LONGEST_PATH, 1)
+                    .text(MAX_PATH_LENGTH, 1)
                     .map_err(Failure::of)?;
                 let session = SessionId::default_session();
                 let report = tool_context
@@ -145,7 +147,7 @@ impl Ipybox {
     ) -> Result<CallToolResult, Failure> {
         let code = written
             .take("code")
-            .text(LARGEST_CODE, 0)
+            .text(MAX_CODE_BYTES, 0)
             .map_err(Failure::of)?;
         let timeout = written.take_leniently("timeout");
         let timeout = timeout
@@ -153,7 +155,7 @@ impl Ipybox {
             .map_err(Failure::of)?;
         let most = written.take_leniently("max_output_chars");
         let most = most
-            .count(1..=MOST_OUTPUT_CHARS, self.default_max_output_chars as u64)
+            .count(1..=MAX_OUTPUT_CHARS, self.default_max_output_chars as u64)
             .map_err(Failure::of)? as usize;
         let session = SessionId::default_session();
         // A page that is cut keeps three fifths of its characters at its head, so that twice as
@@ -313,7 +315,7 @@ async fn register(
 ) -> Result<CallToolResult, Failure> {
     let name = written
         .take("server_name")
-        .text(LONGEST_SERVER_NAME, 1)
+        .text(MAX_SERVER_NAME_LENGTH, 1)
         .map_err(Failure::of)?;
     let params = match written.take_leniently("server_params").value {
         Some(params @ Value::Object(_)) => params,
@@ -369,11 +371,11 @@ async fn transfer(
 ) -> Result<CallToolResult, Failure> {
     let relpath = written
         .take("relpath")
-        .text(LONGEST_PATH, 1)
+        .text(MAX_PATH_LENGTH, 1)
         .map_err(Failure::of)?;
     let local_path = written
         .take("local_path")
-        .text(LONGEST_PATH, 1)
+        .text(MAX_PATH_LENGTH, 1)
         .map_err(Failure::of)?;
     let inside: InsidePath =
         tidied(&relpath)

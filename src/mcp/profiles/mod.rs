@@ -83,7 +83,7 @@ pub(super) fn toolbox(settings: &McpSettings) -> Arc<dyn Toolbox> {
 }
 
 /// Characters that are shown of the name of a tool that there is not.
-const LONGEST_NAME: usize = 128;
+const MAX_NAME_LENGTH: usize = 128;
 
 /// The arguments of one call, whose names are known to be those of its schema.
 struct Written {
@@ -229,7 +229,7 @@ fn failed(text: impl Into<String>) -> CallToolResult {
 fn unknown_tool(name: &str) -> CallToolResponse {
     failed(format!(
         "Unknown tool: {}",
-        telling::head(name, LONGEST_NAME).0
+        telling::head(name, MAX_NAME_LENGTH).0
     ))
     .into()
 }

@@ -10,7 +10,7 @@ use async_trait::async_trait;
 use rmcp::model::{CallToolResponse, CallToolResult, ContentBlock, ErrorData, JsonObject, Tool};
 use serde_json::json;
 
-use super::super::arguments::{LARGEST_CODE, Unnamed};
+use super::super::arguments::{MAX_CODE_BYTES, Unnamed};
 use super::super::toolbox::{Entry, Introduction, ToolContext, Toolbox};
 use super::super::turns::Extent;
 use super::super::{McpSettings, render};
@@ -19,7 +19,7 @@ use crate::auth::Scope;
 use crate::session::{Outcome, Part, SessionId, Status, Stream};
 
 /// Characters of output. Above that, that server gave nothing at all; here the middle is cut.
-const MOST_OUTPUT: usize = 1_000_000;
+const MAX_OUTPUT: usize = 1_000_000;
 
 const WAY_BACK: &str = "The next call starts Python anew.";
 
@@ -55,7 +55,7 @@ impl Pyexec {
             .map_err(|bad| format!("✗ Error: {bad}"))?;
         let code = written
             .take("code")
-            .text(LARGEST_CODE, 0)
+            .text(MAX_CODE_BYTES, 0)
             .map_err(|bad| format!("✗ Error: {bad}"))?;
         let session = written
             .take("session_id")
@@ -65,7 +65,7 @@ impl Pyexec {
             return Err("Error: No Python code provided".to_owned());
         }
         let ran = tool_context
-            .run_anew(&session, &code, self.timeout, MOST_OUTPUT)
+            .run_anew(&session, &code, self.timeout, MAX_OUTPUT)
             .await;
         let Ran { outcome, anew } = ran.map_err(|refused| {
             format!(

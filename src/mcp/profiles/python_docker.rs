@@ -17,12 +17,12 @@ use async_trait::async_trait;
 use rmcp::model::{CallToolResponse, CallToolResult, ContentBlock, ErrorData, JsonObject, Tool};
 use serde_json::{Value, json};
 
-use super::super::arguments::{LARGEST_CODE, LONGEST_PATH};
+use super::super::arguments::{MAX_CODE_BYTES, MAX_PATH_LENGTH};
 use super::super::toolbox::{Entry, Introduction, ToolContext, Toolbox};
 use super::super::turns::Extent;
 use super::super::{McpSettings, refusals, render};
 use super::modules::{Modules, Problem, answer, runners_own};
-use super::{LONGEST_NAME, Ran, Written, failed, said, schema, telling};
+use super::{MAX_NAME_LENGTH, Ran, Written, failed, said, schema, telling};
 use crate::auth::Scope;
 use crate::ops::{self, Host, HostExt};
 use crate::session::{Outcome, Principal, Refused, SessionId, StateAfter, Status, Stream};
@@ -31,13 +31,13 @@ use crate::session::{Outcome, Principal, Refused, SessionId, StateAfter, Status,
 const STATE_TIME: Duration = Duration::from_secs(10);
 
 /// Characters of all values together. More than a model reads, and the way back in has a limit too.
-const MOST_STATE: usize = 200_000;
+const MAX_STATE: usize = 200_000;
 
 /// Characters of a value that is told as its text.
-const LONGEST_TEXT: usize = 2000;
+const MAX_TEXT_LENGTH: usize = 2000;
 
 /// Characters of output. That server had no limit; the whole can be read as a resource.
-const MOST_OUTPUT: usize = 100_000;
+const MAX_OUTPUT: usize = 100_000;
 
 const WAY_BACK: &str = "The next call with this session_id starts Python anew.";
 
@@ -156,7 +156,7 @@ impl PythonDocker {
             return Ok(refused_code(&problem, "", state));
         }
         let outcome = tool_context
-            .run(&fresh.id, code.to_owned(), self.timeout, MOST_OUTPUT)
+            .run(&fresh.id, code.to_owned(), self.timeout, MAX_OUTPUT)
             .await?;
         let told = self.state_of(tool_context, &fresh.id, &outcome, true).await;
         Ok(result(&outcome, None, "", &told, ""))
@@ -179,7 +179,7 @@ impl PythonDocker {
             outcome,
             anew: later,
         } = tool_context
-            .run_anew(session, code, self.timeout, MOST_OUTPUT)
+            .run_anew(session, code, self.timeout, MAX_OUTPUT)
             .await?;
         let told = self.state_of(tool_context, session, &outcome, false).await;
         Ok(result(&outcome, anew.or(later), &before, &told, WAY_BACK))
@@ -232,7 +232,7 @@ impl PythonDocker {
         if self.modules.is_empty() {
             if !first.is_empty() {
                 tool_context
-                    .run(session, first.to_owned(), STATE_TIME, LONGEST_TEXT)
+                    .run(session, first.to_owned(), STATE_TIME, MAX_TEXT_LENGTH)
                     .await?;
             }
             return Ok(None);
@@ -282,7 +282,7 @@ impl PythonDocker {
     ) -> JsonObject {
         let word = SessionId::random();
         let request = json!({
-            "given": given, "longest_text": LONGEST_TEXT, "most_characters": MOST_STATE,
+            "given": given, "longest_text": MAX_TEXT_LENGTH, "most_characters": MAX_STATE,
             "word": word.as_str(),
         });
         // Twice the size leaves room for what threads of the cell still print.
@@ -293,7 +293,7 @@ impl PythonDocker {
             &request,
         );
         let asked = tool_context
-            .run(session, cell, STATE_TIME, 2 * MOST_STATE)
+            .run(session, cell, STATE_TIME, 2 * MAX_STATE)
             .await;
         match asked.ok().and_then(|asked| answer(&asked, word.as_str())) {
             Some(Value::Object(state)) => state,
@@ -336,7 +336,7 @@ impl Toolbox for PythonDocker {
     }
 
     fn unknown(&self, name: &str) -> Result<CallToolResponse, ErrorData> {
-        let name = telling::head(name, LONGEST_NAME).0;
+        let name = telling::head(name, MAX_NAME_LENGTH).0;
         Ok(failed(format!("Error executing {name}: Unknown tool: {name}")).into())
     }
 
@@ -420,9 +420,9 @@ fn needed(written: &mut Written, name: &'static str, missing: &str) -> Result<St
         Some(_) => given
             .text(
                 if name == "code" {
-                    LARGEST_CODE
+                    MAX_CODE_BYTES
                 } else {
-                    LONGEST_PATH
+                    MAX_PATH_LENGTH
                 },
                 1,
             )

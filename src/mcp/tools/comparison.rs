@@ -23,14 +23,14 @@ use crate::session::{
 };
 
 /// Pictures in one answer, and their bytes together: as many as a single cell may show.
-const MOST_IMAGES: usize = 20;
-const MOST_IMAGE_BYTES: usize = 20_000_000;
+const MAX_IMAGES: usize = 20;
+const MAX_IMAGE_BYTES: usize = 20_000_000;
 
 /// Characters of a value in the table.
 const TABLE_VALUE: usize = 60;
 
 /// Characters of a value in the structured content. Longer values are read in the variant's text.
-const LONGEST_VALUE: usize = 500;
+const MAX_VALUE_LENGTH: usize = 500;
 
 /// Names of changed variables in a line of the table.
 const TABLE_NAMES: usize = 6;
@@ -128,10 +128,10 @@ struct Album<'a> {
 impl<'a> Album<'a> {
     /// Takes a picture in and returns the mark for its place in the text.
     fn add(&mut self, variant: &'a str, image: &'a Image) -> String {
-        if self.shown.len() >= MOST_IMAGES || self.bytes + image.bytes.len() > MOST_IMAGE_BYTES {
+        if self.shown.len() >= MAX_IMAGES || self.bytes + image.bytes.len() > MAX_IMAGE_BYTES {
             return format!(
-                "[image not shown: one answer has at most {MOST_IMAGES} images of {} MB together]",
-                MOST_IMAGE_BYTES / 1_000_000
+                "[image not shown: one answer has at most {MAX_IMAGES} images of {} MB together]",
+                MAX_IMAGE_BYTES / 1_000_000
             );
         }
         self.bytes += image.bytes.len();
@@ -365,7 +365,7 @@ fn variant_fields(variant: &VariantReport, text: &str) -> Value {
     json!({
         "name": variant.name,
         "status": status_name(&variant.ended),
-        "value": outcome.and_then(value).map(|value| shortened(&value, LONGEST_VALUE)),
+        "value": outcome.and_then(value).map(|value| shortened(&value, MAX_VALUE_LENGTH)),
         "text": text,
         "duration_ms": outcome.map(|outcome| outcome.duration.as_micros() as f64 / 1000.0),
         "memory_bytes": outcome.map(peak),

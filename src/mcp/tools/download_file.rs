@@ -14,11 +14,11 @@ use super::schema::{
 };
 use super::{Arguments, SessionArgument, ToolDefinition};
 use crate::auth::Scope;
-use crate::mcp::arguments::{BadArgument, LONGEST_PATH};
+use crate::mcp::arguments::{BadArgument, MAX_PATH_LENGTH};
 use crate::mcp::calls::{answer, or_cancelled};
 use crate::mcp::host_files::{Overwrite, on_a_thread};
 use crate::mcp::render::finished;
-use crate::mcp::resources::LARGEST_INLINE;
+use crate::mcp::resources::MAX_INLINE_BYTES;
 use crate::mcp::toolbox::{Entry, ToolContext};
 use crate::mcp::turns::Extent;
 use crate::mcp::{Front, McpSettings, Server, Shared, resources};
@@ -104,7 +104,7 @@ impl ToolDefinition for Download {
             relpath: arguments.take("relpath").inside_path()?,
             target: match arguments.defaults.front {
                 Front::Stdio => Target::Local {
-                    path: arguments.take("local_path").text(LONGEST_PATH, 1)?,
+                    path: arguments.take("local_path").text(MAX_PATH_LENGTH, 1)?,
                     overwrite: match arguments.take("overwrite").flag()? {
                         true => Overwrite::Allowed,
                         false => Overwrite::Refused,
@@ -139,7 +139,7 @@ impl ToolDefinition for Download {
                 let op = ops::ReadFile {
                     session: session.clone(),
                     path: relpath.clone(),
-                    limit: LARGEST_INLINE,
+                    limit: MAX_INLINE_BYTES,
                 };
                 let read = server
                     .shared

@@ -10,7 +10,7 @@ use super::schema::{
 };
 use super::{Arguments, SessionArgument, ToolDefinition};
 use crate::auth::Scope;
-use crate::mcp::arguments::{self, BadArgument, LARGEST_CODE, MOST_OUTPUT_CHARS};
+use crate::mcp::arguments::{self, BadArgument, MAX_CODE_BYTES, MAX_OUTPUT_CHARS};
 use crate::mcp::asking::ElicitationMode;
 use crate::mcp::duration::Seconds;
 use crate::mcp::resuming::ReplyMode;
@@ -68,7 +68,7 @@ impl ToolDefinition for Execute {
                     "session_id": session_schema(settings),
                     "timeout": timeout_schema(settings, "Seconds until the code is interrupted."),
                     "max_output_chars": {
-                        "type": "integer", "minimum": 1, "maximum": MOST_OUTPUT_CHARS,
+                        "type": "integer", "minimum": 1, "maximum": MAX_OUTPUT_CHARS,
                         "default": settings.default_max_output_chars,
                         "description": "Longer text keeps its head and tail; the rest can be read \
                                         as a resource.",
@@ -95,12 +95,11 @@ impl ToolDefinition for Execute {
         let default_chars = arguments.defaults.max_output_chars as u64;
         Ok(ExecuteCall {
             session: arguments.session(),
-            code: arguments.take("code").text(LARGEST_CODE, 0)?,
+            code: arguments.take("code").text(MAX_CODE_BYTES, 0)?,
             timeout: arguments.timeout()?,
             max_output_chars: arguments
                 .take("max_output_chars")
-                .count(1..=MOST_OUTPUT_CHARS, default_chars)?
-                as usize,
+                .count(1..=MAX_OUTPUT_CHARS, default_chars)? as usize,
             rules: arguments::rules(arguments.take("allowed_domains"))?,
         })
     }
@@ -435,9 +434,9 @@ mod tests {
 
     #[test]
     fn code_over_four_mebibytes_is_refused_and_exactly_that_is_not() {
-        parse::<Execute>(json!({"code": "a".repeat(LARGEST_CODE)})).unwrap();
+        parse::<Execute>(json!({"code": "a".repeat(MAX_CODE_BYTES)})).unwrap();
         check_refused::<Execute>(
-            json!({"code": "a".repeat(LARGEST_CODE + 1)}),
+            json!({"code": "a".repeat(MAX_CODE_BYTES + 1)}),
             &["4194305 bytes"],
         );
     }

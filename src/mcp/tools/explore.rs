@@ -12,7 +12,7 @@ use super::schema::{
 };
 use super::{Arguments, SessionArgument, ToolDefinition};
 use crate::auth::Scope;
-use crate::mcp::arguments::{BadArgument, Given, LARGEST_CODE, at_odds, quoted, shown, wrong};
+use crate::mcp::arguments::{BadArgument, Given, MAX_CODE_BYTES, at_odds, quoted, shown, wrong};
 use crate::mcp::jobs::{Job, JobKind};
 use crate::mcp::progress::Reporter;
 use crate::mcp::toolbox::{Entry, ToolContext};
@@ -20,15 +20,15 @@ use crate::mcp::turns::Extent;
 use crate::mcp::{McpSettings, render};
 use crate::ops::{self, HostExt, Io};
 use crate::session::{
-    ExploreRequest, Keep, MOST_VARIANTS, ProgressChannel, RecorderId, SessionId, Variant,
+    ExploreRequest, Keep, MAX_VARIANTS, ProgressChannel, RecorderId, SessionId, Variant,
 };
 
 /// Bytes of the expression that chooses a variant. It is one number, not a program.
-const LONGEST_EXPRESSION: usize = 4096;
+const MAX_EXPRESSION_LENGTH: usize = 4096;
 
 /// Characters of a variant's name: with the name of its source before it, it names the session that
 /// is kept.
-const LONGEST_VARIANT: usize = 40;
+const MAX_VARIANT_LENGTH: usize = 40;
 
 /// Words that `keep` has a meaning for, so that no variant can be called by them.
 const KEEP_WORDS: [&str; 3] = ["none", "all", "best"];
@@ -64,10 +64,10 @@ impl ToolDefinition for Explore {
             input: object(
                 json!({
                     "variants": {
-                        "type": "array", "minItems": 1, "maxItems": MOST_VARIANTS,
+                        "type": "array", "minItems": 1, "maxItems": MAX_VARIANTS,
                         "items": object(
                             json!({
-                                "name": {"type": "string", "maxLength": LONGEST_VARIANT},
+                                "name": {"type": "string", "maxLength": MAX_VARIANT_LENGTH},
                                 "code": {"type": "string"},
                             }),
                             &["name", "code"],
@@ -173,7 +173,7 @@ impl ToolDefinition for Explore {
 /// Reads the variants of an `explore`.
 fn variants(given: Given) -> Result<Vec<Variant>, BadArgument> {
     let (tool, name) = (given.tool, given.name);
-    let expected = format!("a list of 1 to {MOST_VARIANTS} objects {{\"name\": …, \"code\": …}}");
+    let expected = format!("a list of 1 to {MAX_VARIANTS} objects {{\"name\": …, \"code\": …}}");
     let refuse = |what: String| wrong(tool, name, what, expected.clone());
     let Some(value) = given.value else {
         return Err(BadArgument::Missing {
@@ -185,7 +185,7 @@ fn variants(given: Given) -> Result<Vec<Variant>, BadArgument> {
     let Value::Array(items) = value else {
         return Err(refuse(shown(&value)));
     };
-    if items.is_empty() || items.len() > MOST_VARIANTS {
+    if items.is_empty() || items.len() > MAX_VARIANTS {
         return Err(refuse(format!("a list of {}", items.len())));
     }
     let mut variants: Vec<Variant> = Vec::new();
@@ -212,9 +212,10 @@ fn variants(given: Given) -> Result<Vec<Variant>, BadArgument> {
             }
         };
         let allowed = |byte: u8| byte.is_ascii_alphanumeric() || b"_.-".contains(&byte);
-        if label.is_empty() || label.len() > LONGEST_VARIANT || !label.bytes().all(allowed) {
+        if label.is_empty() || label.len() > MAX_VARIANT_LENGTH || !label.bytes().all(allowed) {
             let rule = format!(
-                "variants whose names have 1 to {LONGEST_VARIANT} letters, digits, `_`, `.` or `-`"
+                "variants whose names have 1 to {MAX_VARIANT_LENGTH} letters, digits, `_`, `.` or \
+                 `-`"
             );
             return Err(wrong(
                 tool,
@@ -237,9 +238,9 @@ fn variants(given: Given) -> Result<Vec<Variant>, BadArgument> {
                 format!("has two called {}", quoted(&label)),
             ));
         }
-        if code.len() > LARGEST_CODE {
+        if code.len() > MAX_CODE_BYTES {
             let why = format!(
-                "has {} bytes of code in {}; at most {LARGEST_CODE} are accepted",
+                "has {} bytes of code in {}; at most {MAX_CODE_BYTES} are accepted",
                 code.len(),
                 quoted(&label)
             );
@@ -259,13 +260,13 @@ fn kept(
 ) -> Result<(Keep, bool), BadArgument> {
     let tool = keep.tool;
     let best_by = match best_by.value {
-        Some(_) => Some(best_by.text(LONGEST_EXPRESSION, 1)?),
+        Some(_) => Some(best_by.text(MAX_EXPRESSION_LENGTH, 1)?),
         None => None,
     };
     let replace = replace.flag()?;
     let word = match keep.value {
         None => "none".to_owned(),
-        Some(_) => keep.text(LONGEST_VARIANT, 1)?,
+        Some(_) => keep.text(MAX_VARIANT_LENGTH, 1)?,
     };
     let keep = match (word.as_str(), best_by) {
         ("best", Some(by)) => Keep::Best { by },
@@ -447,7 +448,7 @@ mod tests {
             refused(json!([{"name": name, "code": "1"}]), &["1 to 40 letters"]);
         }
         refused(
-            json!([{"name": "a", "code": "x".repeat(LARGEST_CODE + 1)}]),
+            json!([{"name": "a", "code": "x".repeat(MAX_CODE_BYTES + 1)}]),
             &["4194305 bytes"],
         );
         check_refused::<Explore>(json!({}), &["needs the argument \"variants\""]);

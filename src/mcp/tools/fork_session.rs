@@ -18,7 +18,7 @@ use crate::mcp::toolbox::{Entry, ToolContext};
 use crate::mcp::turns::Extent;
 use crate::ops::{self, HostExt};
 use crate::session::{
-    FilesCarried, ForkNames, ForkReport, ForkRequest, MOST_FORKS, SessionId, WorkFolder,
+    FilesCarried, ForkNames, ForkReport, ForkRequest, MAX_FORKS, SessionId, WorkFolder,
 };
 
 pub(super) struct Fork;
@@ -48,9 +48,9 @@ impl ToolDefinition for Fork {
             input: object(
                 json!({
                     "session_id": session_schema(settings),
-                    "count": {"type": "integer", "minimum": 1, "maximum": MOST_FORKS, "default": 1},
+                    "count": {"type": "integer", "minimum": 1, "maximum": MAX_FORKS, "default": 1},
                     "names": {
-                        "type": "array", "minItems": 1, "maxItems": MOST_FORKS,
+                        "type": "array", "minItems": 1, "maxItems": MAX_FORKS,
                         "items": {"type": "string"},
                         "description": "session_ids of the forks, instead of count.",
                     },
@@ -103,7 +103,7 @@ impl ToolDefinition for Fork {
 /// Reads how many forks are wanted, and what they are to be called.
 fn fork_names(source: &SessionId, count: Given, names: Given) -> Result<ForkNames, BadArgument> {
     let (tool, written) = (count.tool, count.value.is_some());
-    let wanted = count.count(1..=u64::from(MOST_FORKS), 1)?;
+    let wanted = count.count(1..=u64::from(MAX_FORKS), 1)?;
     let Some(value) = names.value else {
         return Ok(ForkNames::Count(wanted as u32));
     };
@@ -112,13 +112,13 @@ fn fork_names(source: &SessionId, count: Given, names: Given) -> Result<ForkName
             tool,
             "names",
             given,
-            format!("a list of 1 to {MOST_FORKS} names for the new sessions"),
+            format!("a list of 1 to {MAX_FORKS} names for the new sessions"),
         )
     };
     let Value::Array(items) = value else {
         return Err(refuse(shown(&value)));
     };
-    if items.is_empty() || items.len() > MOST_FORKS as usize {
+    if items.is_empty() || items.len() > MAX_FORKS as usize {
         return Err(refuse(format!("a list of {}", items.len())));
     }
     let mut ids: Vec<SessionId> = Vec::new();

@@ -19,11 +19,11 @@ use crate::ops::{self, HostExt};
 use crate::session::servers::{Registrar, ServerReport, ServerState, ServerTool};
 
 /// Modules that are listed with what they do. The rest is named by Python.
-pub(super) const MOST_LISTED: usize = 60;
+pub(super) const MAX_LISTED: usize = 60;
 /// Characters of what a module does.
-const LONGEST_SUMMARY: usize = 100;
+const MAX_SUMMARY_LENGTH: usize = 100;
 /// Notes that are told.
-const MOST_NOTES: usize = 20;
+const MAX_NOTES: usize = 20;
 
 pub(super) struct ListServers;
 
@@ -113,7 +113,7 @@ fn server_lines(server: &ServerReport) -> String {
 }
 
 pub(super) fn tool_line(tool: &ServerTool) -> String {
-    let summary = one_line(&tool.summary, LONGEST_SUMMARY);
+    let summary = one_line(&tool.summary, MAX_SUMMARY_LENGTH);
     format!("  {}  {summary}", tool.module)
         .trim_end()
         .to_owned()
@@ -123,13 +123,13 @@ pub(super) fn notes(server: &ServerReport) -> Vec<String> {
     let mut lines: Vec<String> = server
         .notes
         .iter()
-        .take(MOST_NOTES)
+        .take(MAX_NOTES)
         .map(|note| format!("Note: {}", one_line(note, 300)))
         .collect();
-    if server.notes.len() > MOST_NOTES {
+    if server.notes.len() > MAX_NOTES {
         lines.push(format!(
             "… and {} more notes.",
-            server.notes.len() - MOST_NOTES
+            server.notes.len() - MAX_NOTES
         ));
     }
     lines
@@ -157,7 +157,7 @@ pub(super) fn fields(server: &ServerReport) -> Value {
         "notes": server
             .notes
             .iter()
-            .take(MOST_NOTES)
+            .take(MAX_NOTES)
             .map(|note| one_line(note, 300))
             .collect::<Vec<_>>(),
     })

@@ -3,11 +3,11 @@
 use rmcp::model::{CallToolResponse, CallToolResult, ContentBlock};
 use serde_json::{Value, json};
 
-use super::list_mcp_servers::{MOST_LISTED, counted, fields, notes, tool_line};
+use super::list_mcp_servers::{MAX_LISTED, counted, fields, notes, tool_line};
 use super::schema::{Description, Effect, Reach, object, result_schema};
 use super::{Arguments, SessionArgument, ToolDefinition};
 use crate::auth::Scope;
-use crate::mcp::arguments::{BadArgument, LONGEST_SERVER_NAME};
+use crate::mcp::arguments::{BadArgument, MAX_SERVER_NAME_LENGTH};
 use crate::mcp::calls::{answer, or_cancelled};
 use crate::mcp::render::finished;
 use crate::mcp::toolbox::{Entry, ToolContext};
@@ -73,7 +73,9 @@ impl ToolDefinition for Register {
 
     fn parse(arguments: &mut Arguments<'_>) -> Result<RegisterCall, BadArgument> {
         Ok(RegisterCall {
-            name: arguments.take("server_name").text(LONGEST_SERVER_NAME, 1)?,
+            name: arguments
+                .take("server_name")
+                .text(MAX_SERVER_NAME_LENGTH, 1)?,
             params: arguments.take("server_params").object()?,
         })
     }
@@ -106,11 +108,11 @@ fn registered(server: &ServerReport) -> CallToolResult {
     let mut lines = vec![format!(
         "The MCP server \"{name}\" ({transport}) is registered: {count} in mcptools.{package}."
     )];
-    lines.extend(tools.iter().take(MOST_LISTED).map(tool_line));
-    if tools.len() > MOST_LISTED {
+    lines.extend(tools.iter().take(MAX_LISTED).map(tool_line));
+    if tools.len() > MAX_LISTED {
         lines.push(format!(
             "  … and {} more: dir(mcptools.{package})",
-            tools.len() - MOST_LISTED
+            tools.len() - MAX_LISTED
         ));
     }
     if let Some(tool) = tools.first() {

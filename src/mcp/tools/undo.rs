@@ -10,7 +10,7 @@ use super::schema::{
 use super::{Arguments, SessionArgument, ToolDefinition};
 use crate::auth::Scope;
 use crate::mcp::McpSettings;
-use crate::mcp::arguments::{BadArgument, MOST_CELLS};
+use crate::mcp::arguments::{BadArgument, MAX_CELLS};
 use crate::mcp::calls::{answer, or_cancelled};
 use crate::mcp::render::{carried_fields, checkpoint_fields, finished, not_carried_over};
 use crate::mcp::toolbox::{Entry, ToolContext};
@@ -48,7 +48,7 @@ impl ToolDefinition for Undo {
             input: object(
                 json!({
                     "session_id": session_schema(settings),
-                    "cells": {"type": "integer", "minimum": 1, "maximum": MOST_CELLS, "default": 1},
+                    "cells": {"type": "integer", "minimum": 1, "maximum": MAX_CELLS, "default": 1},
                 }),
                 &[],
             ),
@@ -72,7 +72,7 @@ impl ToolDefinition for Undo {
     fn parse(arguments: &mut Arguments<'_>) -> Result<ops::Undo, BadArgument> {
         Ok(ops::Undo {
             session: arguments.session(),
-            cells: arguments.take("cells").count(1..=MOST_CELLS, 1)? as u32,
+            cells: arguments.take("cells").count(1..=MAX_CELLS, 1)? as u32,
         })
     }
 

@@ -7,7 +7,7 @@ use super::schema::{Description, Effect, Reach, object, result_schema};
 use super::{Arguments, SessionArgument, ToolDefinition};
 use crate::auth::Scope;
 use crate::mcp::McpSettings;
-use crate::mcp::arguments::{BadArgument, LONGEST_SERVER_NAME};
+use crate::mcp::arguments::{BadArgument, MAX_SERVER_NAME_LENGTH};
 use crate::mcp::calls::{answer, or_cancelled};
 use crate::mcp::render::finished;
 use crate::mcp::toolbox::{Entry, ToolContext};
@@ -43,7 +43,9 @@ impl ToolDefinition for Unregister {
 
     fn parse(arguments: &mut Arguments<'_>) -> Result<ops::UnregisterServer, BadArgument> {
         Ok(ops::UnregisterServer {
-            name: arguments.take("server_name").text(LONGEST_SERVER_NAME, 1)?,
+            name: arguments
+                .take("server_name")
+                .text(MAX_SERVER_NAME_LENGTH, 1)?,
         })
     }
 

@@ -11,7 +11,7 @@ use super::schema::{
 };
 use super::{Arguments, SessionArgument, ToolDefinition};
 use crate::auth::Scope;
-use crate::mcp::arguments::{BadArgument, Given, LONGEST_PATH, at_odds, decoded, shown, wrong};
+use crate::mcp::arguments::{BadArgument, Given, MAX_PATH_LENGTH, at_odds, decoded, shown, wrong};
 use crate::mcp::calls::{answer, or_cancelled};
 use crate::mcp::host_files::{Capped, on_a_thread};
 use crate::mcp::render::finished;
@@ -102,7 +102,9 @@ impl ToolDefinition for Upload {
             session: arguments.session(),
             relpath: arguments.take("relpath").inside_path()?,
             source: match arguments.defaults.front {
-                Front::Stdio => Source::Local(arguments.take("local_path").text(LONGEST_PATH, 1)?),
+                Front::Stdio => {
+                    Source::Local(arguments.take("local_path").text(MAX_PATH_LENGTH, 1)?)
+                }
                 Front::Http => Source::Content(content(
                     arguments.take("text"),
                     arguments.take("base64"),

@@ -174,7 +174,7 @@ struct SlotRules {
 }
 
 /// Maximum number of different refusals kept for a session until it asks; further ones are dropped.
-const MOST_UNREPORTED: usize = 50;
+const MAX_UNREPORTED: usize = 50;
 
 impl ContainerEgress {
     fn slots(&self) -> MutexGuard<'_, BTreeMap<u32, SlotRules>> {
@@ -263,7 +263,7 @@ fn record(slots: &mut BTreeMap<u32, SlotRules>, blocked: Vec<Blocked>) {
                 Some(known) => {
                     unreported[known].times = unreported[known].times.saturating_add(times)
                 }
-                None if unreported.len() < MOST_UNREPORTED => {
+                None if unreported.len() < MAX_UNREPORTED => {
                     unreported.push(Blocked {
                         target: target.clone(),
                         reason: reason.clone(),
@@ -405,7 +405,7 @@ mod tests {
                 .map(|number| refused(&number.to_string()))
                 .collect(),
         );
-        assert_eq!(told(&mut slots, 2).len(), MOST_UNREPORTED);
+        assert_eq!(told(&mut slots, 2).len(), MAX_UNREPORTED);
     }
 
     #[test]

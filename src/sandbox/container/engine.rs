@@ -40,7 +40,7 @@ use self::ssh::SshErrors;
 const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Engines repeat the request in their error message; this many characters of it are reported.
-const LONGEST_REFUSAL: usize = 400;
+const MAX_REFUSAL_LENGTH: usize = 400;
 
 /// Pauses after each failed attempt to remove a container, in milliseconds.
 pub(super) const REMOVAL_PAUSES: [u64; 5] = [50, 100, 200, 400, 800];
@@ -476,7 +476,7 @@ impl Engine {
             } if !message.contains("runtime") => EngineError::Missing(thing.to_owned()),
             Error::DockerResponseServerError { message, .. }
             | Error::DockerStreamError { error: message } => {
-                let short = message.chars().take(LONGEST_REFUSAL).collect();
+                let short = message.chars().take(MAX_REFUSAL_LENGTH).collect();
                 if message.contains("no space left") {
                     EngineError::DiskFull
                 } else {

@@ -5,7 +5,7 @@
 //! bodies their meaning.
 
 /// Maximum bytes in the body of a frame.
-const LARGEST_BODY: usize = 1024 * 1024;
+const MAX_BODY_BYTES: usize = 1024 * 1024;
 /// Data is split into pieces of this size, so that a busy stream does not block the others.
 pub(super) const PIECE: usize = 32 * 1024;
 /// Bytes that may be in flight on a channel, in each direction, before the reader has taken some.
@@ -83,7 +83,7 @@ impl MuxDecoder {
             return Ok(None);
         };
         let length = length as usize;
-        if length > LARGEST_BODY {
+        if length > MAX_BODY_BYTES {
             return Err(FrameTooLarge(length));
         }
         let Some(body) = waiting.get(HEAD..HEAD + length) else {
@@ -143,6 +143,6 @@ mod tests {
         assert_eq!(decoder.next(), Ok(None)); // control: the largest that may come
         let mut decoder = MuxDecoder::default();
         decoder.feed(&[kind::DATA, 0, 0, 0, 1, 0, 0x10, 0, 1]);
-        assert_eq!(decoder.next(), Err(FrameTooLarge(LARGEST_BODY + 1)));
+        assert_eq!(decoder.next(), Err(FrameTooLarge(MAX_BODY_BYTES + 1)));
     }
 }

@@ -39,9 +39,9 @@ use crate::sandbox::Exit;
 /// Timeout for delivering the last output of an interpreter to a slow reader.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(1);
 /// Maximum bytes kept of the supervisor's own error output.
-const MOST_ERROR_OUTPUT: usize = 4 * 1024;
+const MAX_ERROR_OUTPUT: usize = 4 * 1024;
 /// Maximum number of messages queued for a container. A container with a full queue is not reading.
-const MOST_OUTGOING: usize = 4096;
+const MAX_OUTGOING: usize = 4096;
 
 /// The connection to one container.
 #[derive(Clone)]
@@ -131,7 +131,7 @@ pub(super) struct Endpoints {
 impl MuxConnection {
     /// Takes over the standard streams of a container and sends the plan.
     pub(super) fn open(attached: AttachedStreams, plan: &Value) -> MuxConnection {
-        let (outgoing, to_send) = mpsc::channel(MOST_OUTGOING);
+        let (outgoing, to_send) = mpsc::channel(MAX_OUTGOING);
         let shared = Arc::new(Shared {
             next_number: AtomicU32::new(1),
             outgoing,
@@ -587,7 +587,7 @@ async fn read(
             }
             Some(Ok(LogOutput::StdErr { message })) => {
                 let mut state = shared.state();
-                if state.error_output.len() < MOST_ERROR_OUTPUT {
+                if state.error_output.len() < MAX_ERROR_OUTPUT {
                     state
                         .error_output
                         .push_str(&String::from_utf8_lossy(&message));

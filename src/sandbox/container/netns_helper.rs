@@ -47,7 +47,7 @@ const IMAGE: &str = "cellblock-porter";
 const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Maximum bytes kept of a helper's output.
-const MOST_OUTPUT: usize = 4 * 1024;
+const MAX_OUTPUT: usize = 4 * 1024;
 
 /// Paths inside of a helper's files, and of the socket to which it connects.
 const LOADER: &str = "/cellblock/loader";
@@ -157,8 +157,8 @@ impl NetnsHelpers {
     }
 }
 
-/// Closes a socket (`HelperSocket`), so that no thread waits there for a helper that has ended or was
-/// never started.
+/// Closes a socket (`HelperSocket`), so that no thread waits there for a helper that has ended or
+/// was never started.
 struct Closing(Arc<HelperSocket>);
 
 impl Drop for Closing {
@@ -204,7 +204,7 @@ async fn last_line(
     let mut said = Vec::new();
     while let Some(Ok(piece)) = output.next().await {
         let piece = piece.into_bytes();
-        said.extend_from_slice(&piece[..piece.len().min(MOST_OUTPUT - said.len())]);
+        said.extend_from_slice(&piece[..piece.len().min(MAX_OUTPUT - said.len())]);
     }
     let said = String::from_utf8_lossy(&said);
     said.lines()

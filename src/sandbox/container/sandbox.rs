@@ -46,7 +46,7 @@ pub(super) const REMOVAL_TIMEOUT: Duration = Duration::from_secs(20);
 /// Maximum delay of one stream of an interpreter relative to another: a few microseconds due to the
 /// order in which the supervisor reads, or a round trip to the engine when a stream has used up its
 /// credit.
-const LARGEST_SKEW: Duration = Duration::from_secs(1);
+const MAX_SKEW: Duration = Duration::from_secs(1);
 
 /// The initial state of a session: a fresh interpreter and an empty folder. It needs no copy.
 const INITIAL_STATE: CheckpointId = CheckpointId(0);
@@ -312,7 +312,7 @@ impl Container {
         };
         Ok(Interpreter {
             channel,
-            skew: LARGEST_SKEW,
+            skew: MAX_SKEW,
             process: Box::new(process),
             beginning,
             files_lost: false,

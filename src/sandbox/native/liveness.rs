@@ -20,7 +20,7 @@ pub(super) const SAMPLE_INTERVAL: Duration = Duration::from_secs(2);
 /// to a suspended machine that is about to resume.
 const STOPPED_SAMPLES: u32 = 2;
 /// CPU time without an answer. The longest task of a warden, copying a large memory, takes less.
-const LONGEST_COMPUTATION: Duration = Duration::from_secs(20);
+const MAX_COMPUTATION_TIME: Duration = Duration::from_secs(20);
 /// Consecutive samples that must find a silent process asleep. It may wait for a copied process
 /// that is not scheduled, so this is long.
 const ASLEEP_SAMPLES: u32 = 30;
@@ -151,7 +151,7 @@ impl HangDetector {
             return Some("waits and does not answer");
         }
         let computed = sample.processor_time.saturating_sub(self.at_answer);
-        (computed >= LONGEST_COMPUTATION).then_some("computes and does not answer")
+        (computed >= MAX_COMPUTATION_TIME).then_some("computes and does not answer")
     }
 }
 

@@ -66,8 +66,8 @@ const POOL_REFILL_DELAY: Duration = Duration::from_millis(15);
 const POOL_RETRY_BACKOFF: Duration = Duration::from_secs(1);
 /// First and longest delay before a failed preparation is retried. Each failure doubles it. A call
 /// ends the delay early, but never before the shortest one is over.
-const SHORTEST_BACKOFF: Duration = Duration::from_secs(1);
-const LONGEST_BACKOFF: Duration = Duration::from_secs(60);
+const MIN_BACKOFF: Duration = Duration::from_secs(1);
+const MAX_BACKOFF: Duration = Duration::from_secs(60);
 /// A jail that lived at least this long is replaced at once.
 const STABLE_LIFETIME: Duration = Duration::from_secs(10);
 /// Time that a call waits for the retry of a failed preparation.
@@ -142,14 +142,14 @@ struct Backoff(Duration);
 
 impl Backoff {
     const fn new() -> Backoff {
-        Backoff(SHORTEST_BACKOFF)
+        Backoff(MIN_BACKOFF)
     }
 
     /// Waits until the next attempt is due, or until a call asks for it.
     async fn wait(&mut self, again: &Notify) {
-        tokio::time::sleep(SHORTEST_BACKOFF).await;
-        let _ = tokio::time::timeout(self.0 - SHORTEST_BACKOFF, again.notified()).await;
-        self.0 = (self.0 * 2).min(LONGEST_BACKOFF);
+        tokio::time::sleep(MIN_BACKOFF).await;
+        let _ = tokio::time::timeout(self.0 - MIN_BACKOFF, again.notified()).await;
+        self.0 = (self.0 * 2).min(MAX_BACKOFF);
     }
 }
 

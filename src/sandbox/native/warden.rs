@@ -32,7 +32,7 @@ use crate::reaction::within;
 use crate::sandbox::{LaunchError, MemoryUse};
 
 /// After this many deaths within a minute, the warm interpreter is not restarted at once.
-const MOST_ZYGOTE_DEATHS: usize = 5;
+const MAX_ZYGOTE_DEATHS: usize = 5;
 /// Timeout for the processes of a jail to end before they are killed, and again afterwards.
 const END_TIMEOUT: Duration = Duration::from_secs(10);
 
@@ -561,7 +561,7 @@ async fn receive_events(socket: Arc<UnixDatagram>, state: Arc<State>) {
             state.zygote_deaths.fetch_add(1, Ordering::Relaxed);
             deaths.retain(|death| death.elapsed() < Duration::from_secs(60));
             deaths.push(Instant::now());
-            if deaths.len() < MOST_ZYGOTE_DEATHS {
+            if deaths.len() < MAX_ZYGOTE_DEATHS {
                 warn!(%why, "the warm interpreter ended and is started again");
                 // Skipped if the death was already noticed and the interpreter given up.
                 if state.mark_warming_up() {
@@ -676,7 +676,7 @@ impl State {
                     Err(error) => {
                         self.mark_warming_up();
                         self.mark_cold(&format!(
-                            "the kernel does not report the posture of the warm interpreter: {error}"
+                            "the kernel does not report the warm interpreter's posture: {error}"
                         ));
                     }
                 }

@@ -34,7 +34,7 @@ use crate::session::{
 const BRANCHED_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Limit in characters for a reason given by the runner: one line.
-const LONGEST_REASON: usize = 200;
+const MAX_REASON_LENGTH: usize = 200;
 
 /// A copy that is being made.
 struct Copying {
@@ -369,7 +369,7 @@ impl Branches {
             return false;
         };
         if copying.product.is_none() {
-            copying.declined = Some(bounded_text(message, LONGEST_REASON));
+            copying.declined = Some(bounded_text(message, MAX_REASON_LENGTH));
             copying.give_up.cancel();
         }
         true

@@ -21,15 +21,15 @@ use crate::session::tools::{
 };
 
 /// Concurrent installations of one cell.
-const MOST_INSTALLATIONS: usize = 8;
+const MAX_INSTALLATIONS: usize = 8;
 /// Concurrent tool calls. Further calls are queued.
-const MOST_CALLS: usize = 64;
+const MAX_CALLS: usize = 64;
 /// Tool calls that one cell may make in total.
-const MOST_CALLS_OF_A_CELL: u64 = 10_000;
+const MAX_CALLS_OF_A_CELL: u64 = 10_000;
 /// Total bytes of queued calls.
-const MOST_WAITING_BYTES: usize = 64 * 1024 * 1024;
+const MAX_WAITING_BYTES: usize = 64 * 1024 * 1024;
 /// Queued answers that the code has not read. Beyond this limit it never will.
-const MOST_UNREAD: usize = 2 * MOST_CALLS_OF_A_CELL as usize;
+const MAX_UNREAD: usize = 2 * MAX_CALLS_OF_A_CELL as usize;
 
 /// Host calls of the running code.
 #[derive(Default)]
@@ -287,7 +287,7 @@ impl HostCalls {
         if self.call_queue.knows(ask) || self.pending.knows(ask) {
             return Err("a question was asked under the number of another".to_owned());
         }
-        if self.call_queue.ready.len() >= MOST_UNREAD {
+        if self.call_queue.ready.len() >= MAX_UNREAD {
             return Err("the answers to too many questions were not read".to_owned());
         }
         match question {
@@ -350,7 +350,7 @@ impl HostCalls {
         let Some(installer) = self.packages.0.clone() else {
             return self.refuse_host_call(ask, "packages cannot be installed on this server");
         };
-        if self.call_queue.installations() >= MOST_INSTALLATIONS {
+        if self.call_queue.installations() >= MAX_INSTALLATIONS {
             return self
                 .refuse_host_call(ask, "too many installations are under way in this session");
         }
@@ -380,14 +380,14 @@ impl HostCalls {
     fn asked_to_call(&mut self, ask: u64, call: ToolCall, size: usize, caller: &mut Caller<'_>) {
         let call_queue = &mut self.call_queue;
         call_queue.asked += 1;
-        if call_queue.asked > MOST_CALLS_OF_A_CELL {
+        if call_queue.asked > MAX_CALLS_OF_A_CELL {
             let why = format!(
-                "this cell has made {MOST_CALLS_OF_A_CELL} calls, which is all that one cell may \
+                "this cell has made {MAX_CALLS_OF_A_CELL} calls, which is all that one cell may \
                  make"
             );
             return self.refuse_call(ask, &call, ToolRefused::new(ToolReason::Budget, why));
         }
-        if call_queue.waiting_bytes + size > MOST_WAITING_BYTES {
+        if call_queue.waiting_bytes + size > MAX_WAITING_BYTES {
             let why = "too many large calls wait at the same time; await some of them before you \
                        start others";
             return self.refuse_call(ask, &call, ToolRefused::new(ToolReason::Budget, why));
@@ -468,7 +468,7 @@ impl HostCalls {
 
     /// Starts queued calls up to the limit.
     pub(super) fn start_waiting_calls(&mut self, caller: &Caller<'_>) {
-        while self.call_queue.calls_under_way() < MOST_CALLS
+        while self.call_queue.calls_under_way() < MAX_CALLS
             && let Some(Waiting { ask, call, size }) = self.call_queue.waiting.pop_front()
         {
             self.call_queue.waiting_bytes -= size;

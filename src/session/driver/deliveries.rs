@@ -22,9 +22,9 @@ use crate::session::tools::{Grants, Tools};
 /// Bytes of files in one frame, not counting the last file.
 const CHUNK: usize = 1024 * 1024;
 /// Limit in bytes for one file. The largest known modules have a hundredth of this.
-const LARGEST_FILE: usize = 16 * 1024 * 1024;
+const MAX_FILE_BYTES: usize = 16 * 1024 * 1024;
 /// Limit in bytes for all packages of one session. Packages beyond the limit are not sent.
-const LARGEST_DELIVERY: usize = 64 * 1024 * 1024;
+const MAX_DELIVERY_BYTES: usize = 64 * 1024 * 1024;
 
 /// The packages sent to a session, and the notification of changes.
 pub(super) struct Deliveries {
@@ -236,7 +236,7 @@ fn add_package(frames: &mut Vec<(Request, Vec<u8>)>, id: RequestId, package: &Pa
     let files: Vec<&GeneratedFile> = package
         .files
         .iter()
-        .filter(|file| file.text.len() <= LARGEST_FILE)
+        .filter(|file| file.text.len() <= MAX_FILE_BYTES)
         .collect();
     let mut rest = files.as_slice();
     loop {
@@ -269,7 +269,7 @@ fn add_package(frames: &mut Vec<(Request, Vec<u8>)>, id: RequestId, package: &Pa
 
 /// Removes packages beyond the session's limit. Returns the names of their servers.
 fn drop_excess(packages: &mut Vec<Given>) -> Vec<String> {
-    let mut left = LARGEST_DELIVERY;
+    let mut left = MAX_DELIVERY_BYTES;
     let excess = packages.extract_if(.., |Given { sent, .. }| {
         let size = sent.files.iter().map(|file| file.text.len()).sum::<usize>();
         let fits = size <= left;

@@ -80,13 +80,13 @@ const FILE_TIMEOUT: Duration = Duration::from_secs(60);
 /// How long the kernel may take to report the exit of an interpreter whose channel is closed.
 const EXIT_TIMEOUT: Duration = Duration::from_millis(800);
 /// Pending events that are processed when the running code reaches its deadline.
-const MOST_HEARD_AT_ONCE: usize = 1000;
+const MAX_HEARD_AT_ONCE: usize = 1000;
 /// Late output may use 1/`LATE_SHARE` of the characters allowed for a cell's own output, so that it
 /// does not displace that output.
 const LATE_SHARE: usize = 4;
 /// Timeouts are capped at this, which is as good as unlimited, so that arithmetic on instants does
 /// not overflow.
-const LONGEST_TIMEOUT: Duration = Duration::from_secs(30 * 24 * 3600);
+const MAX_TIMEOUT: Duration = Duration::from_secs(30 * 24 * 3600);
 
 /// Requests that other tasks send to a driver.
 pub(super) enum DriverCommand {
@@ -372,16 +372,16 @@ impl Driver {
             .as_ref()
             .and_then(|live| live.connection.as_ref().err().copied());
         let expiry = match self.machine.state() {
-            State::Idle | State::Ended => Some(
-                self.shared.facts().last_used + self.settings.idle_timeout.min(LONGEST_TIMEOUT),
-            ),
+            State::Idle | State::Ended => {
+                Some(self.shared.facts().last_used + self.settings.idle_timeout.min(MAX_TIMEOUT))
+            }
             _ => None,
         };
         [running, exit, expiry, self.branches.answer_due()]
             .into_iter()
             .flatten()
             .min()
-            .unwrap_or_else(|| Instant::now() + LONGEST_TIMEOUT)
+            .unwrap_or_else(|| Instant::now() + MAX_TIMEOUT)
     }
 
     fn time(&mut self) {
@@ -637,7 +637,7 @@ impl Driver {
         }
         self.shared.facts().executions += 1;
         let now = Instant::now();
-        let deadline = now + request.timeout.min(LONGEST_TIMEOUT);
+        let deadline = now + request.timeout.min(MAX_TIMEOUT);
         let (cell, code) = Cell::begin(request, reporter, now);
         let sandbox = self.launch.sandbox();
         self.notes.extend(self.branches.begin_cell(&code, sandbox));
@@ -1019,7 +1019,7 @@ impl Driver {
     /// Processes events that have already arrived. A server that wakes up late finds the answer and
     /// the expired deadline together, and the answer came first.
     fn hear_what_has_come(&mut self) {
-        for _ in 0..MOST_HEARD_AT_ONCE {
+        for _ in 0..MAX_HEARD_AT_ONCE {
             let Some(Live {
                 connection: Ok(connection),
                 ..
@@ -1289,7 +1289,7 @@ impl Driver {
         };
         match answer {
             RequestEnd::Refused(RequestRefusal::Busy) => Refused::Busy {
-                waiting: super::state::MOST_WAITING,
+                waiting: super::state::MAX_WAITING,
             },
             RequestEnd::Refused(RequestRefusal::Overloaded) => {
                 let Overloaded {

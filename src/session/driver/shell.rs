@@ -20,7 +20,7 @@ use crate::sandbox::{Exit, Launcher, Process, ProgramError, ProgramSpec, WORK_FO
 use crate::session::shell::ShellCommand;
 
 /// Concurrent commands of one cell.
-const MOST_COMMANDS: usize = 16;
+const MAX_COMMANDS: usize = 16;
 /// How long an interrupted command may take to exit.
 const GRACE: Duration = Duration::from_millis(300);
 
@@ -94,7 +94,7 @@ impl HostCalls {
         outlets: OutputPipes,
         caller: &Caller<'_>,
     ) {
-        if self.call_queue.commands() >= MOST_COMMANDS {
+        if self.call_queue.commands() >= MAX_COMMANDS {
             return self.refuse_command(
                 ask,
                 "budget",

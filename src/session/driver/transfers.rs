@@ -8,7 +8,7 @@ use tokio::sync::oneshot;
 use super::STAGED_IN_MEMORY;
 use super::requests::{ReadExtent, Received, Transfer};
 use super::wording::{file_failed, file_list};
-use crate::runner_client::{Claim, FileFailure, MOST_LISTED, Request};
+use crate::runner_client::{Claim, FileFailure, MAX_LISTED, Request};
 use crate::session::install::LoadedModules;
 use crate::session::output::bounded_text;
 use crate::session::state::RequestId;
@@ -235,7 +235,7 @@ impl Listing {
     ) -> (Request, Box<dyn Transfer>) {
         let request = Request::ListFiles {
             id,
-            limit: MOST_LISTED,
+            limit: MAX_LISTED,
         };
         let reply = Reply::new(reply);
         (request, Box::new(Listing { reply }))

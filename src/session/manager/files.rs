@@ -13,7 +13,7 @@ use crate::session::uploads::{UploadPart, Uploaded};
 use crate::session::{FileList, FileRange, InsidePath, Principal, Refused, SessionId};
 
 /// The largest part of a file that one call returns. Callers request the rest in further calls.
-const LARGEST_PART: u64 = 1024 * 1024 * 1024;
+const MAX_PART_BYTES: u64 = 1024 * 1024 * 1024;
 /// Bytes of a file copied in one step.
 const CHUNK: usize = 256 * 1024;
 
@@ -92,7 +92,7 @@ impl Sessions {
         length: Option<u64>,
         sink: &mut (dyn AsyncWrite + Send + Unpin),
     ) -> Result<FileRange, Refused> {
-        let length = length.unwrap_or(LARGEST_PART).min(LARGEST_PART);
+        let length = length.unwrap_or(MAX_PART_BYTES).min(MAX_PART_BYTES);
         // The runner uses signed numbers.
         let offset = offset.min(i64::MAX as u64);
         let Received {

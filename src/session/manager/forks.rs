@@ -11,11 +11,11 @@ use super::{DriverHandle, Sessions, Table, shut_down};
 use crate::session::driver::{Fork, Forked, ForksWanted, Job, SessionOrigin, Shared};
 use crate::session::tools::Grant;
 use crate::session::{
-    ForkNames, ForkReport, ForkRequest, MOST_FORKS, Principal, Refused, SessionId, Undo,
+    ForkNames, ForkReport, ForkRequest, MAX_FORKS, Principal, Refused, SessionId, Undo,
 };
 
 /// Limit in characters for the suffix added to a source's name, so that part of that name remains.
-const LONGEST_SUFFIX: usize = 48;
+const MAX_SUFFIX_LENGTH: usize = 48;
 
 /// A session that waits for its fork. If it is dropped without one, the session is removed.
 pub(in crate::session) struct Reservation {
@@ -53,7 +53,7 @@ impl Sessions {
             ForkNames::Count(count) => *count as usize,
             ForkNames::Named(names) => names.len(),
         };
-        if count == 0 || count > MOST_FORKS as usize {
+        if count == 0 || count > MAX_FORKS as usize {
             return Err(Refused::ForkCount { count });
         }
         let reservations = self.reserve_for_forks(owner, id, names)?;
@@ -285,7 +285,7 @@ fn named_after(source: &SessionId, suffix: &str) -> SessionId {
     let suffix = suffix
         .chars()
         .map(safe)
-        .take(LONGEST_SUFFIX)
+        .take(MAX_SUFFIX_LENGTH)
         .collect::<String>();
     let room = 64 - 1 - suffix.len();
     let base = source.as_str().get(..room).unwrap_or(source.as_str());

@@ -918,7 +918,7 @@ async fn who_asks_a_session_that_could_not_begin_and_is_gone_already_is_told_why
 #[tokio::test]
 async fn bad_input_is_refused_with_what_to_do() {
     let setting = setting();
-    let huge = format!("print {}", "x".repeat(LARGEST_CODE));
+    let huge = format!("print {}", "x".repeat(MAX_CODE_BYTES));
     assert!(matches!(
         setting.refused("a", &huge).await,
         Refused::CodeTooLarge { .. }

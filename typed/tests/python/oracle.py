@@ -1,4 +1,5 @@
-"""What Python says about generated packages. One request per line on standard input, one answer per line: a list of problems.
+"""What Python says about generated packages. One request per line on standard input, one answer per
+line: a list of problems.
 
     parse   the source is what it should be, as a tree: only expected nodes, names and calls. Needs nothing but Python.
     load    every module imports and every model builds. Needs Pydantic, like all below.

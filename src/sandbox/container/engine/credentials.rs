@@ -22,7 +22,7 @@ const HUB_KEY: &str = "https://index.docker.io/v1/";
 /// Timeout for a credential helper. It may ask a person.
 const TIMEOUT: Duration = Duration::from_secs(30);
 /// Maximum size of a helper's answer.
-const LARGEST_ANSWER: u64 = 64 * 1024;
+const MAX_ANSWER_BYTES: u64 = 64 * 1024;
 /// The user name which marks the secret as a token.
 const TOKEN: &str = "<token>";
 
@@ -173,7 +173,7 @@ async fn ask(program: &str, key: &str) -> Result<Option<DockerCredentials>, Stri
         let mut said = Vec::new();
         if let Some(output) = child.stdout.take() {
             output
-                .take(LARGEST_ANSWER)
+                .take(MAX_ANSWER_BYTES)
                 .read_to_end(&mut said)
                 .await
                 .map_err(|error| failed(error.to_string()))?;

@@ -15,7 +15,7 @@ use bytes::Bytes;
 use futures_util::{Stream, StreamExt};
 use sha2::{Digest, Sha256};
 
-use super::{Engine, EngineError, LONGEST_REFUSAL, credentials};
+use super::{Engine, EngineError, MAX_REFUSAL_LENGTH, credentials};
 
 /// The engine answers a build only when it has read all the files, which may take long over a slow
 /// connection.
@@ -119,7 +119,7 @@ impl Engine {
             Error::DockerResponseServerError {
                 status_code: 404,
                 message,
-            } => EngineError::Refused(message.chars().take(LONGEST_REFUSAL).collect()),
+            } => EngineError::Refused(message.chars().take(MAX_REFUSAL_LENGTH).collect()),
             other => self.failure(other, &format!("image {name}")),
         };
         match (failure, lack) {

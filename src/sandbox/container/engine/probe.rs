@@ -21,7 +21,7 @@ use super::{Engine, EngineError};
 const LONGEST: Duration = Duration::from_secs(120);
 
 /// Maximum size of the output.
-const MOST_OUTPUT: usize = 64 * 1024;
+const MAX_OUTPUT: usize = 64 * 1024;
 
 /// The program to run, and the image to run it in.
 #[derive(Debug, Clone)]
@@ -99,7 +99,7 @@ impl Engine {
                 }
                 LogOutput::StdIn { .. } => {}
             }
-            if said.len() + error_output.len() > MOST_OUTPUT {
+            if said.len() + error_output.len() > MAX_OUTPUT {
                 let said = "more than it was asked for".to_owned();
                 return Err(ImageProbeError::Failed {
                     program: probe.program.clone(),

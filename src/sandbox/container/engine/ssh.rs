@@ -23,7 +23,7 @@ use super::dial::{self, Dialling};
 /// Timeout for `ssh` to connect.
 const CONNECT_SECONDS: u32 = 30;
 /// Maximum bytes read of the error output of `ssh`.
-const MOST_ERROR_OUTPUT: u64 = 8 * 1024;
+const MAX_ERROR_OUTPUT: u64 = 8 * 1024;
 /// Timeout for `ssh` to report the reason after a failure.
 const LAST_WORDS: Duration = Duration::from_secs(2);
 
@@ -182,7 +182,7 @@ fn start(destination: &Destination) -> io::Result<(UnixStream, Child)> {
 async fn follow(mut child: Child, words: Arc<watch::Sender<String>>) {
     let mut said = Vec::new();
     if let Some(ssh_errors) = child.stderr.take() {
-        let mut ssh_errors = ssh_errors.take(MOST_ERROR_OUTPUT);
+        let mut ssh_errors = ssh_errors.take(MAX_ERROR_OUTPUT);
         let _ = ssh_errors.read_to_end(&mut said).await;
         // The rest is read and discarded, so that it cannot block `ssh`.
         let _ = tokio::io::copy(&mut ssh_errors.into_inner(), &mut tokio::io::sink()).await;
