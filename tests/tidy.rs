@@ -352,6 +352,8 @@ fn rooms_depend_on_each_other_in_one_direction() {
         (
             "src/mcp/",
             &[
+                "crate::http",
+                "crate::daemon",
                 "crate::app::",
                 "crate::packages",
                 "crate::sandbox::native",

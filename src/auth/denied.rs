@@ -3,8 +3,10 @@
 //! All faults of a token look the same to its sender: distinguishing them would help only an
 //! attacker who tries tokens. The log has the kind of fault.
 
+use axum::body::Body;
+use axum::response::{IntoResponse, Response};
 use hyper::StatusCode;
-use hyper::header::HeaderValue;
+use hyper::header::{self, HeaderValue};
 use serde_json::{Value, json};
 
 use super::caller::{Caller, Scope, Scopes};
@@ -40,6 +42,18 @@ pub fn require(caller: &Caller, scope: Scope) -> Result<(), Denied> {
         needed: scope,
         held: caller.scopes,
     })
+}
+
+/// The response for a request that is denied. The challenge is added later, by the outer layer of
+/// the service, which finds the `Denied` in it.
+impl IntoResponse for Denied {
+    fn into_response(self) -> Response<Body> {
+        let content_type = [(header::CONTENT_TYPE, "application/json")];
+        let body = self.body().to_string();
+        let mut response = (self.status(), content_type, body).into_response();
+        response.extensions_mut().insert(self);
+        response
+    }
 }
 
 impl Denied {

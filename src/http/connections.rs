@@ -30,8 +30,8 @@ use tokio_rustls::TlsAcceptor;
 use tokio_util::sync::CancellationToken;
 use tower::ServiceExt;
 
-use super::arrivals::Arrivals;
 use super::table::{ConnectionTable, OpenConnection, RequestGuard};
+use crate::mcp::arrivals::Arrivals;
 use crate::telemetry::Metrics;
 
 /// Timeout for a handshake, and for the head of a request.
@@ -131,13 +131,10 @@ async fn serve_one(
     let service = service_fn(move |request: Request<Incoming>| {
         let begun = connection.begin_request();
         let under_way = begun.map(|guard| UnderWay::new(&activity, request.version(), guard));
-        let arrival = arrivals.next(&request);
         let mut request = request.map(|body| Body::new(Moving::new(body)));
         request.extensions_mut().insert(peer);
         request.extensions_mut().insert(connection.clone());
-        if let Some(arrival) = arrival {
-            request.extensions_mut().insert(arrival);
-        }
+        arrivals.register(&mut request);
         let routes = reception.borrow().routes.clone();
         async move {
             let under_way = under_way.ok_or(ClosedBefore)?;

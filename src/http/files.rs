@@ -32,8 +32,9 @@ use serde_json::json;
 use tokio::io::{AsyncRead, DuplexStream, ReadBuf};
 use tokio::sync::oneshot;
 
-use super::routes::{forbidden, json};
+use super::routes::json;
 use crate::auth::{Caller, Scope, require};
+use crate::mcp::percent_decoded;
 use crate::ops::{self, Host, HostExt, Io};
 use crate::session::{FileRange, InsidePath, Principal, Refused, SessionId, UploadPart, Uploaded};
 
@@ -157,7 +158,7 @@ fn about(request: &Request, scope: Scope) -> Result<About, No> {
             "it is not known who is calling".to_owned(),
         )
     })?;
-    require(caller, scope).map_err(|denied| No::Denied(Box::new(forbidden(denied))))?;
+    require(caller, scope).map_err(|denied| No::Denied(Box::new(denied.into_response())))?;
     let written = request.uri().path().split('/').nth(2).unwrap_or_default();
     let session = SessionId::from_str(written)
         .map_err(|bad| unknown(StatusCode::BAD_REQUEST, bad.to_string()))?;
@@ -226,22 +227,6 @@ fn path_of(request: &Request) -> Result<InsidePath, No> {
     let decoded = percent_decoded(written)
         .ok_or_else(|| bad("the path is not percent-encoded UTF-8".to_owned()))?;
     InsidePath::from_str(&decoded).map_err(|cause| bad(cause.to_string()))
-}
-
-/// Decodes percent-encoding, once.
-pub(crate) fn percent_decoded(text: &str) -> Option<String> {
-    let mut bytes = Vec::with_capacity(text.len());
-    let mut rest = text.bytes();
-    while let Some(byte) = rest.next() {
-        if byte != b'%' {
-            bytes.push(byte);
-            continue;
-        }
-        let digit = |byte: Option<u8>| byte.and_then(|byte| (byte as char).to_digit(16));
-        let (high, low) = (digit(rest.next())?, digit(rest.next())?);
-        bytes.push((high * 16 + low) as u8);
-    }
-    String::from_utf8(bytes).ok()
 }
 
 async fn get(sessions: Sessions, request: Request) -> Result<Response<Body>, No> {
@@ -635,15 +620,6 @@ mod tests {
             "",
         ] {
             assert_eq!(content_range(bad), None, "{bad}");
-        }
-    }
-
-    #[test]
-    fn paths_are_decoded_once() {
-        assert_eq!(percent_decoded("a/b%20c%C3%A4").as_deref(), Some("a/b cä"));
-        assert_eq!(percent_decoded("%2525").as_deref(), Some("%25"));
-        for bad in ["%", "%2", "%zz", "%ff"] {
-            assert_eq!(percent_decoded(bad), None, "{bad}");
         }
     }
 

@@ -10,7 +10,6 @@
 //!
 //! No header that a proxy may have written is trusted: the caller is identified by the token alone.
 
-pub(crate) mod arrivals;
 pub mod connections;
 pub mod files;
 pub mod guard;

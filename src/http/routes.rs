@@ -256,13 +256,6 @@ fn challenged(mut response: Response<Body>, denied: &Denied, metadata_url: &str)
     response
 }
 
-/// Responds that a caller lacks a scope. The challenge is added later, by the outer layer.
-pub(crate) fn forbidden(denied: Denied) -> Response<Body> {
-    let mut response = json(denied.status(), &denied.body());
-    response.extensions_mut().insert(denied);
-    response
-}
-
 async fn figures(
     request: Request,
     metrics: Metrics,
@@ -285,7 +278,7 @@ async fn figures(
             let kind = "application/openmetrics-text; version=1.0.0; charset=utf-8";
             ([(header::CONTENT_TYPE, kind)], metrics.render()).into_response()
         }
-        Err(denied) => forbidden(denied),
+        Err(denied) => denied.into_response(),
     }
 }
 

@@ -38,6 +38,7 @@ use tokio::time::Sleep;
 use tokio_util::sync::CancellationToken;
 
 use super::Server;
+use super::arrivals::Arrival;
 use super::bodies::{Bodies, BodyBytes, Crowded};
 use super::connections::Connections;
 use super::toolbox::Toolbox;
@@ -45,8 +46,6 @@ use super::tools::session_as_written;
 use super::turns::{Turn, Turns};
 use super::wire::{self, Rejection, read_message};
 use crate::auth::{Caller, Scope, require};
-use crate::http::arrivals::Arrival;
-use crate::http::routes::forbidden;
 
 /// Bytes in one body: room for the largest cell, and for nothing much larger. Files have routes of
 /// their own.
@@ -223,7 +222,7 @@ impl<H: Handler> Endpoint<H> {
                     opens: false,
                     bytes: None,
                 }),
-                Err(denied) => Err(forbidden(denied)),
+                Err(denied) => Err(denied.into_response()),
             };
         }
         let (mut parts, body) = request.into_parts();
@@ -260,7 +259,7 @@ impl<H: Handler> Endpoint<H> {
             parts.extensions.insert(turn);
         }
         if let Some(scope) = (self.scope_of)(&message) {
-            require(caller, scope).map_err(forbidden)?;
+            require(caller, scope).map_err(IntoResponse::into_response)?;
         }
         let opens = matches!(&message, JsonRpcMessage::Request(request)
             if matches!(request.request, ClientRequest::InitializeRequest(_)));
@@ -335,7 +334,7 @@ impl<H: Handler> Endpoint<H> {
             whole.extend_from_slice(&data);
             if is_new && whole.len() > SMALL_BODY {
                 if let Some(scope) = self.scope_of_beginning(&whole) {
-                    require(caller, scope).map_err(forbidden)?;
+                    require(caller, scope).map_err(IntoResponse::into_response)?;
                 }
                 if only_looks {
                     return Err(too_large(SMALL_BODY));

@@ -25,6 +25,7 @@
 //! The library's types (rmcp) never leave this room.
 
 mod arguments;
+pub(crate) mod arrivals;
 mod asking;
 mod bodies;
 mod calls;
@@ -35,7 +36,7 @@ mod host_files;
 pub mod http;
 mod jobs;
 mod missing_modules;
-pub(crate) mod place;
+mod place;
 mod profiles;
 mod progress;
 mod refusals;
@@ -73,6 +74,7 @@ use calls::MAX_CALLS;
 pub use host_files::{HostFiles, RootError};
 use jobs::{CallSlots, Jobs};
 pub use profiles::{Modules, Profile};
+pub(crate) use resources::percent_decoded;
 use resources::{Address, CutOutputs, MAX_INLINE_BYTES};
 pub use stdio::{ServeError, serve_stdio};
 use toolbox::Toolbox;

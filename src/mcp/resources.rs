@@ -20,7 +20,6 @@ use base64::engine::general_purpose::STANDARD;
 use rmcp::model::{MetaObject, Resource, ResourceContents, ResourceTemplate};
 use serde_json::Value;
 
-use crate::http::files::percent_decoded;
 use crate::session::{ExecutionId, InsidePath, OutputId, OutputPart, Principal, SessionId, Slice};
 
 /// The largest file that a result holds. A model reads less, and larger files have a route of their
@@ -314,6 +313,22 @@ pub(super) fn listed(session: &SessionId, execution: ExecutionId, total: u64) ->
     .with_size(total)
 }
 
+/// Decodes percent-encoding, once.
+pub(crate) fn percent_decoded(text: &str) -> Option<String> {
+    let mut bytes = Vec::with_capacity(text.len());
+    let mut rest = text.bytes();
+    while let Some(byte) = rest.next() {
+        if byte != b'%' {
+            bytes.push(byte);
+            continue;
+        }
+        let digit = |byte: Option<u8>| byte.and_then(|byte| (byte as char).to_digit(16));
+        let (high, low) = (digit(rest.next())?, digit(rest.next())?);
+        bytes.push((high * 16 + low) as u8);
+    }
+    String::from_utf8(bytes).ok()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -357,6 +372,15 @@ mod tests {
                 }
                 None => return pieces,
             }
+        }
+    }
+
+    #[test]
+    fn paths_are_decoded_once() {
+        assert_eq!(percent_decoded("a/b%20c%C3%A4").as_deref(), Some("a/b cä"));
+        assert_eq!(percent_decoded("%2525").as_deref(), Some("%25"));
+        for bad in ["%", "%2", "%zz", "%ff"] {
+            assert_eq!(percent_decoded(bad), None, "{bad}");
         }
     }
 

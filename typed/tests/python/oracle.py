@@ -212,9 +212,9 @@ def _made(module: Any, case: dict[str, Any]) -> Any:
 
 def _sent(module: Any, tool: str, params: Any) -> Any:
     """Returns the arguments that reach the host, by either way of calling."""
-    from cellblock_runner import asking
+    from cellblock_runner import host_calls
 
-    host = asking._active = _Host({})  # type: ignore[assignment]
+    host = host_calls._active = _Host({})  # type: ignore[assignment]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # What it returns here does not fit, and does not matter.
         module.run(params)
@@ -225,11 +225,11 @@ def _sent(module: Any, tool: str, params: Any) -> Any:
 
 
 def _returns(module: Any, row: dict[str, Any]) -> list[str]:
-    from cellblock_runner import asking
+    from cellblock_runner import host_calls
 
     problems = []
     for case in row.get("returns", []):
-        asking._active = _Host(case["structured"])  # type: ignore[assignment]
+        host_calls._active = _Host(case["structured"])  # type: ignore[assignment]
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             result = module.run(_made(module, row["accepts"][0]))

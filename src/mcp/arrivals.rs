@@ -14,7 +14,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use axum::http::{HeaderMap, Method, Request};
 
-use crate::mcp::place::{End, Place};
+use super::place::{End, Place};
 
 /// Headers that identify the caller, the connection of an older client, and the session.
 const LANE_HEADERS: [&str; 3] = ["authorization", "mcp-session-id", "mcp-param-session-id"];
@@ -24,15 +24,22 @@ const MAX_REMEMBERED: usize = 256;
 
 /// Orders the requests of one connection.
 #[derive(Default)]
-pub(super) struct Arrivals {
+pub(crate) struct Arrivals {
     /// The end of the last request in each lane.
     last: Mutex<HashMap<u64, End>>,
     hasher: RandomState,
 }
 
 impl Arrivals {
-    /// Registers the arrival of a request's head. Only messages are ordered.
-    pub(super) fn next<B>(&self, request: &Request<B>) -> Option<Arrival> {
+    /// Registers the arrival of a request's head, for the endpoint that reads its body. Only
+    /// messages are ordered.
+    pub(crate) fn register<B>(&self, request: &mut Request<B>) {
+        if let Some(arrival) = self.next(request) {
+            request.extensions_mut().insert(arrival);
+        }
+    }
+
+    fn next<B>(&self, request: &Request<B>) -> Option<Arrival> {
         (request.method() == Method::POST)
             .then(|| self.in_lane(self.lane(request.uri().path(), request.headers())))
     }
@@ -61,11 +68,11 @@ impl Arrivals {
 
 /// A request's position in its lane. It ends when it is dropped, whether it was used or not.
 #[derive(Clone)]
-pub(crate) struct Arrival(Arc<Mutex<Option<Place>>>);
+pub(super) struct Arrival(Arc<Mutex<Option<Place>>>);
 
 impl Arrival {
     /// Does `work` after that of the earlier requests.
-    pub(crate) async fn in_order<T>(self, work: impl FnOnce() -> T) -> T {
+    pub(super) async fn in_order<T>(self, work: impl FnOnce() -> T) -> T {
         let place = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
         let Some(mut place) = place else {
             return work();
