@@ -68,7 +68,7 @@ impl Place {
 fn call(session: &str) -> Event {
     let details = ToolCall {
         tool: "execute_ipython_cell".into(),
-        outcome: cellblock::audit::Outcome::Succeeded,
+        outcome: cellblock::audit::CallOutcome::Succeeded,
         elapsed: Duration::from_millis(3),
     };
     Event::new(details)

@@ -14,7 +14,7 @@ use std::sync::Arc;
 
 use cellblock::sandbox::SandboxNetwork;
 use cellblock::sandbox::container::ContainerBind;
-use cellblock_egress::authority::{Authority, Trust};
+use cellblock_egress::authority::{Authority, TrustRoots};
 use cellblock_egress::gateway::Limits;
 use cellblock_egress::secrets::{Secret, Vault};
 use cellblock_jail::wire::Bind;
@@ -123,7 +123,7 @@ impl Parts {
         })
         .unwrap();
         let vault = Vault::new(vec![secret]).unwrap();
-        let trust = Trust::system_and(trusted.pem().as_bytes()).unwrap();
+        let trust = TrustRoots::system_and(trusted.pem().as_bytes()).unwrap();
         let authority = Authority::new(&vault, trust).unwrap();
         let placeholder = vault.variables()[0].1.clone();
         let variables = [

@@ -4,7 +4,7 @@
 //! files that break it. Patterns that must not occur anywhere are put together from pieces, so that
 //! this file does not break its own rules.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -404,6 +404,43 @@ fn rooms_depend_on_each_other_in_one_direction() {
         path.starts_with("src/") && !path.starts_with("src/mcp/") && code(line).contains("rmcp::")
     });
     assert_none(outside, "only the room mcp knows the MCP library");
+}
+
+/// Returns the name of a type that other files can use and that this line defines.
+fn type_defined_in(line: &str) -> Option<&str> {
+    let rest = line.strip_prefix("pub")?;
+    let rest = match rest.strip_prefix('(') {
+        Some(scope) => scope.split_once(')')?.1,
+        None => rest,
+    };
+    let (kind, rest) = rest.trim_start().split_once(' ')?;
+    let is_type = matches!(kind, "struct" | "enum" | "trait" | "type");
+    let end = rest
+        .find(|c: char| !c.is_alphanumeric())
+        .unwrap_or(rest.len());
+    is_type.then_some(&rest[..end])
+}
+
+#[test]
+fn no_type_has_the_name_of_another() {
+    let mut places: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
+    for source in program_sources().filter(|source| !source.path.contains("/tests/")) {
+        for name in source.text.lines().filter_map(type_defined_in) {
+            let files = places.entry(name.to_owned()).or_default();
+            files.insert(source.path.clone());
+        }
+    }
+    assert!(places.len() > 500, "the rule finds types: {}", places.len()); // control
+    let twice = places
+        .into_iter()
+        .filter(|(_, paths)| paths.len() > 1)
+        .map(|(name, paths)| format!("{name}: {paths:?}"));
+    assert_none(
+        twice.collect(),
+        "a type that other files can use has a name of its own",
+    );
+    assert_eq!(type_defined_in("pub(super) enum Kind {"), Some("Kind"));
+    assert_eq!(type_defined_in("struct Private;"), None);
 }
 
 #[test]

@@ -6,7 +6,7 @@
 //! trusts it trusts it only for the hosts of the vault (and names below them), not for other names
 //! or for any address.
 //!
-//! [`Trust`] is the other side: the roots for verifying the real host. It is created once and
+//! [`TrustRoots`] is the other side: the roots for verifying the real host. It is created once and
 //! shared.
 
 use std::collections::HashMap;
@@ -48,12 +48,12 @@ pub struct Authority {
     issuer: CertifiedIssuer<'static, KeyPair>,
     hosts: Vec<HostName>,
     leaves: Mutex<HashMap<HostName, (Instant, Arc<ServerConfig>)>>,
-    trust: Trust,
+    trust: TrustRoots,
 }
 
 /// The roots for verifying real hosts. Clones share them.
 #[derive(Clone)]
-pub struct Trust(Arc<ClientConfig>);
+pub struct TrustRoots(Arc<ClientConfig>);
 
 /// Reason why there is no authority or no certificate.
 #[derive(Debug, thiserror::Error)]
@@ -72,7 +72,7 @@ pub enum AuthorityError {
 
 impl Authority {
     /// Creates an authority with a new key for the hosts of `vault`.
-    pub fn new(vault: &Vault, trust: Trust) -> Result<Authority, AuthorityError> {
+    pub fn new(vault: &Vault, trust: TrustRoots) -> Result<Authority, AuthorityError> {
         let hosts: Vec<HostName> = vault.hosts().cloned().collect();
         if hosts.is_empty() {
             return Err(AuthorityError::NoHosts);
@@ -138,14 +138,14 @@ impl fmt::Debug for Authority {
     }
 }
 
-impl Trust {
+impl TrustRoots {
     /// Trusts the roots of this system. Takes some milliseconds.
-    pub fn system() -> Trust {
-        Trust::system_and(&[]).expect("the system's roots were read and checked one by one")
+    pub fn system() -> TrustRoots {
+        TrustRoots::system_and(&[]).expect("the system's roots were read and checked one by one")
     }
 
     /// Trusts the roots of this system and those in `pem`, for hosts with a private CA.
-    pub fn system_and(pem: &[u8]) -> Result<Trust, AuthorityError> {
+    pub fn system_and(pem: &[u8]) -> Result<TrustRoots, AuthorityError> {
         let mut roots = RootCertStore::empty();
         let system = rustls_native_certs::load_native_certs();
         for error in &system.errors {
@@ -162,11 +162,11 @@ impl Trust {
                 .with_root_certificates(roots)
                 .with_no_client_auth();
         client.alpn_protocols = vec![PROTOCOL.to_vec()];
-        Ok(Trust(Arc::new(client)))
+        Ok(TrustRoots(Arc::new(client)))
     }
 }
 
-impl fmt::Debug for Trust {
+impl fmt::Debug for TrustRoots {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         formatter.write_str("Trust")
     }
@@ -236,7 +236,7 @@ mod tests {
     }
 
     fn authority() -> Authority {
-        Authority::new(&vault(), Trust::system()).unwrap()
+        Authority::new(&vault(), TrustRoots::system()).unwrap()
     }
 
     fn host(name: &str) -> HostName {
@@ -340,7 +340,7 @@ mod tests {
             Err(AuthorityError::OtherHost(_))
         ));
         assert!(matches!(
-            Authority::new(&Vault::none(), Trust::system()),
+            Authority::new(&Vault::none(), TrustRoots::system()),
             Err(AuthorityError::NoHosts)
         ));
     }

@@ -25,7 +25,7 @@ use tokio::net::TcpStream;
 use tokio::time::{Instant, timeout, timeout_at};
 
 use crate::address;
-use crate::name::Host;
+use crate::name::UrlHost;
 use crate::resolve::{BoxFuture, Resolver};
 use crate::rules::Rules;
 
@@ -37,11 +37,11 @@ pub(crate) type Dial = dyn Fn() -> BoxFuture<'static, io::Result<TcpStream>> + S
 #[derive(Clone)]
 pub(crate) struct Dialer {
     resolver: Arc<dyn Resolver>,
-    network: Arc<dyn Network>,
+    network: Arc<dyn OutboundNetwork>,
 }
 
 /// Makes the connections that were decided here. Tests replace it with a recorder.
-pub(crate) trait Network: Send + Sync {
+pub(crate) trait OutboundNetwork: Send + Sync {
     /// Connects to exactly this address.
     fn connect(&self, target: SocketAddr) -> BoxFuture<'static, io::Result<TcpStream>>;
 
@@ -85,7 +85,7 @@ impl Dialer {
         Dialer::over(resolver, Arc::new(ThisMachine))
     }
 
-    pub(crate) fn over(resolver: Arc<dyn Resolver>, network: Arc<dyn Network>) -> Dialer {
+    pub(crate) fn over(resolver: Arc<dyn Resolver>, network: Arc<dyn OutboundNetwork>) -> Dialer {
         Dialer { resolver, network }
     }
 
@@ -93,19 +93,19 @@ impl Dialer {
     /// was made to.
     pub(crate) async fn dial(
         &self,
-        host: &Host,
+        host: &UrlHost,
         port: u16,
         rules: &Rules,
     ) -> Result<(TcpStream, IpAddr), DialError> {
         let addresses = match host {
-            Host::Name(name) if rules.allows_name(name, port) => {
+            UrlHost::Name(name) if rules.allows_name(name, port) => {
                 let found = timeout(MAX_RESOLUTION_TIME, self.resolver.resolve(name)).await;
                 found
                     .unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))
                     .map_err(DialError::Unresolved)?
             }
-            Host::Address(address) if rules.allows_address(*address, port) => vec![*address],
-            Host::Name(_) | Host::Address(_) => return Err(DialError::NotListed),
+            UrlHost::Address(address) if rules.allows_address(*address, port) => vec![*address],
+            UrlHost::Name(_) | UrlHost::Address(_) => return Err(DialError::NotListed),
         };
         if addresses.is_empty() {
             return Err(DialError::Unresolved(io::Error::other(
@@ -128,14 +128,14 @@ impl Dialer {
     /// Returns whether `rules` allow a connection that was made to these addresses of `host`.
     pub(crate) fn allows(
         &self,
-        host: &Host,
+        host: &UrlHost,
         port: u16,
         dialled: &HashSet<IpAddr>,
         rules: &Rules,
     ) -> bool {
         let is_listed = match host {
-            Host::Name(name) => rules.allows_name(name, port),
-            Host::Address(address) => rules.allows_address(*address, port),
+            UrlHost::Name(name) => rules.allows_name(name, port),
+            UrlHost::Address(address) => rules.allows_address(*address, port),
         };
         let may_stay = |own| {
             dialled
@@ -211,7 +211,7 @@ const SILENCE: Duration = Duration::from_secs(60);
 
 struct ThisMachine;
 
-impl Network for ThisMachine {
+impl OutboundNetwork for ThisMachine {
     fn connect(&self, target: SocketAddr) -> BoxFuture<'static, io::Result<TcpStream>> {
         Box::pin(async move {
             let stream = TcpStream::connect(target).await?;
@@ -309,7 +309,7 @@ pub(crate) mod tests {
         }
     }
 
-    impl Network for OneServer {
+    impl OutboundNetwork for OneServer {
         fn connect(&self, target: SocketAddr) -> BoxFuture<'static, io::Result<TcpStream>> {
             self.dialled.lock().unwrap().push(target);
             let (server, dead) = (self.server, self.dead.contains(&target.ip()));
@@ -331,7 +331,7 @@ pub(crate) mod tests {
     /// and the dialled addresses.
     async fn attempt_with(
         rules: &Rules,
-        host: &Host,
+        host: &UrlHost,
         port: u16,
         script: Script,
         dead: &[&str],
@@ -340,7 +340,10 @@ pub(crate) mod tests {
         let mut network = OneServer::at(listener.local_addr().unwrap());
         network.dead = dead.iter().map(|text| text.parse().unwrap()).collect();
         let network = Arc::new(network);
-        let dialer = Dialer::over(Arc::new(script), Arc::clone(&network) as Arc<dyn Network>);
+        let dialer = Dialer::over(
+            Arc::new(script),
+            Arc::clone(&network) as Arc<dyn OutboundNetwork>,
+        );
         let outcome = dialer
             .dial(host, port, rules)
             .await
@@ -364,8 +367,8 @@ pub(crate) mod tests {
         .await
     }
 
-    fn name(text: &str) -> Host {
-        Host::Name(HostName::parse(text).unwrap())
+    fn name(text: &str) -> UrlHost {
+        UrlHost::Name(HostName::parse(text).unwrap())
     }
 
     fn special(outcome: &(Result<IpAddr, DialError>, Vec<SocketAddr>)) -> bool {
@@ -499,7 +502,7 @@ pub(crate) mod tests {
         let network = Arc::new(OneServer::at(listener.local_addr().unwrap()));
         let dialer = Dialer::over(
             Arc::clone(&script) as Arc<dyn Resolver>,
-            Arc::clone(&network) as Arc<dyn Network>,
+            Arc::clone(&network) as Arc<dyn OutboundNetwork>,
         );
         let rules = Rules::parse(&["api.example.com"]).unwrap();
         assert!(
@@ -541,7 +544,7 @@ pub(crate) mod tests {
 
     #[tokio::test]
     async fn an_address_is_dialled_only_by_a_rule_for_addresses() {
-        let target = Host::Address("192.168.1.7".parse().unwrap());
+        let target = UrlHost::Address("192.168.1.7".parse().unwrap());
         let dial = async |rules: &[&str]| {
             attempt_with(
                 &Rules::parse(rules).unwrap(),
@@ -566,7 +569,7 @@ pub(crate) mod tests {
             let script = Script::default();
             attempt_with(
                 &Rules::everything(),
-                &Host::Address(address.parse().unwrap()),
+                &UrlHost::Address(address.parse().unwrap()),
                 22,
                 script,
                 &[],

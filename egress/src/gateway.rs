@@ -47,7 +47,7 @@ use crate::resolve::{BoxFuture, Resolver};
 use crate::rules::Rules;
 use crate::secrets::Vault;
 
-use blocked::Notes;
+use blocked::NoteSink;
 use inside::{Fate, Inside};
 use meter::Meter;
 
@@ -148,7 +148,7 @@ impl Gateway {
             authority,
             dialer,
             meter: Meter::new(limits.bytes_per_second),
-            notes: Notes::default(),
+            notes: NoteSink::default(),
             asker: Mutex::default(),
             held: Semaphore::new(MAX_HELD),
             places: Arc::new(Semaphore::new(
@@ -208,7 +208,7 @@ pub(crate) struct Shared {
     authority: Option<Arc<Authority>>,
     dialer: Dialer,
     meter: Meter,
-    notes: Notes,
+    notes: NoteSink,
     asker: Mutex<Option<Arc<dyn Asker>>>,
     held: Semaphore,
     places: Arc<Semaphore>,
@@ -245,7 +245,11 @@ impl Listed for Shared {
     }
 
     fn refused(&self, name: &HostName, attempt: bool) {
-        let note = if attempt { Notes::add } else { Notes::mention };
+        let note = if attempt {
+            NoteSink::add
+        } else {
+            NoteSink::mention
+        };
         note(&self.notes, name.to_string(), Reason::NotListed);
     }
 }

@@ -31,7 +31,7 @@ use hyper::{Method, Request, Response, StatusCode, Uri, Version};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::io::{AsyncRead, AsyncWrite};
 
-use crate::name::{Host, HostName, parse_authority};
+use crate::name::{HostName, UrlHost, parse_authority};
 
 /// How a request's host differs from the connection's own name.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, thiserror::Error)]
@@ -41,13 +41,13 @@ pub(crate) enum Mismatch {
     #[error("what the request says about its host cannot be read")]
     Unreadable,
     #[error("the request is for {0}:{1}")]
-    Other(Host, u16),
+    Other(UrlHost, u16),
     #[error("the request asks for a tunnel")]
     Tunnel,
 }
 
 /// The error that ends a connection early.
-pub(crate) type Failure = Box<dyn Error + Send + Sync>;
+pub(crate) type ConnectionFailure = Box<dyn Error + Send + Sync>;
 
 /// Forwards requests from `inside` to `upstream`, the server that was dialled for `name` at `port`,
 /// until one of them ends.
@@ -59,7 +59,7 @@ pub(crate) async fn serve<I, U>(
     name: &HostName,
     port: u16,
     refused: &(dyn Fn(Mismatch) + Send + Sync),
-) -> Result<(), Failure>
+) -> Result<(), ConnectionFailure>
 where
     I: AsyncRead + AsyncWrite + Unpin + Send + 'static,
     U: AsyncRead + AsyncWrite + Unpin + Send + 'static,
@@ -175,7 +175,7 @@ impl State {
 type Answer = Response<Either<Incoming, Full<Bytes>>>;
 
 impl Forwarder<'_> {
-    async fn answer(&self, request: Request<Incoming>) -> Result<Answer, Failure> {
+    async fn answer(&self, request: Request<Incoming>) -> Result<Answer, ConnectionFailure> {
         if let Err(mismatch) = check(&request, self.name, self.port) {
             let sentence = format!(
                 "{mismatch}, but this connection is to {}:{}. Other hosts must be in the allowed \
@@ -196,7 +196,7 @@ impl Forwarder<'_> {
         &self,
         sender: &mut client::SendRequest<Incoming>,
         mut request: Request<Incoming>,
-    ) -> Result<Answer, Failure> {
+    ) -> Result<Answer, ConnectionFailure> {
         let upgrade = is_websocket(request.headers()).then(|| hyper::upgrade::on(&mut request));
         let (mut parts, body) = request.into_parts();
         rewrite(&mut parts, self.name, self.port, upgrade.is_some())?;
@@ -261,7 +261,7 @@ fn check<B>(request: &Request<B>, name: &HostName, port: u16) -> Result<(), Mism
 fn check_authority(text: &str, name: &HostName, port: u16) -> Result<(), Mismatch> {
     let (host, said) = parse_authority(text).map_err(|_| Mismatch::Unreadable)?;
     let said = said.unwrap_or(USUAL_PORT);
-    if host == Host::Name(name.clone()) && said == port {
+    if host == UrlHost::Name(name.clone()) && said == port {
         Ok(())
     } else {
         Err(Mismatch::Other(host, said))
@@ -275,7 +275,7 @@ fn rewrite(
     name: &HostName,
     port: u16,
     is_upgrade: bool,
-) -> Result<(), Failure> {
+) -> Result<(), ConnectionFailure> {
     let target = parts
         .uri
         .path_and_query()

@@ -27,7 +27,7 @@ pub struct HostName(Arc<str>);
 
 /// The host of an authority (`host[:port]`).
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub enum Host {
+pub enum UrlHost {
     /// A name, which must be resolved.
     Name(HostName),
     /// An address as written. It may embed another one: see [`crate::address::unwrap`].
@@ -122,13 +122,13 @@ impl AsRef<str> for HostName {
     }
 }
 
-impl fmt::Display for Host {
+impl fmt::Display for UrlHost {
     /// Writes an IPv6 address in brackets, so that `:port` can follow.
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Host::Name(name) => name.fmt(formatter),
-            Host::Address(IpAddr::V4(address)) => address.fmt(formatter),
-            Host::Address(IpAddr::V6(address)) => write!(formatter, "[{address}]"),
+            UrlHost::Name(name) => name.fmt(formatter),
+            UrlHost::Address(IpAddr::V4(address)) => address.fmt(formatter),
+            UrlHost::Address(IpAddr::V6(address)) => write!(formatter, "[{address}]"),
         }
     }
 }
@@ -138,7 +138,7 @@ impl fmt::Display for Host {
 /// Stricter than [`HostName::parse`]: text on the wire must be ASCII, since a peer could interpret
 /// other bytes differently. An IPv6 address is in brackets, an IPv4 address has four decimal
 /// numbers, there is no userinfo, and a colon is followed by a port.
-pub fn parse_authority(text: &str) -> Result<(Host, Option<u16>), NameError> {
+pub fn parse_authority(text: &str) -> Result<(UrlHost, Option<u16>), NameError> {
     if let Some(character) = text.chars().find(|character| !character.is_ascii()) {
         return Err(NameError::Character(character));
     }
@@ -153,7 +153,7 @@ pub fn parse_authority(text: &str) -> Result<(Host, Option<u16>), NameError> {
             None if rest.is_empty() => None,
             None => return Err(NameError::Brackets),
         };
-        return Ok((Host::Address(address.into()), port));
+        return Ok((UrlHost::Address(address.into()), port));
     }
     let (host, port) = match text.split_once(':') {
         Some((_, port)) if port.contains(':') => return Err(NameError::Brackets),
@@ -161,9 +161,9 @@ pub fn parse_authority(text: &str) -> Result<(Host, Option<u16>), NameError> {
         None => (text, None),
     };
     if let Ok(address) = host.parse::<Ipv4Addr>() {
-        return Ok((Host::Address(address.into()), port));
+        return Ok((UrlHost::Address(address.into()), port));
     }
-    Ok((Host::Name(HostName::parse(host)?), port))
+    Ok((UrlHost::Name(HostName::parse(host)?), port))
 }
 
 /// Parses a port in its only valid spelling: decimal, no sign, no leading zero.
@@ -369,8 +369,8 @@ mod tests {
 
     #[test]
     fn an_authority_is_a_host_with_or_without_a_port() {
-        let named = |text: &str| Host::Name(HostName::parse(text).unwrap());
-        let address = |text: &str| Host::Address(text.parse().unwrap());
+        let named = |text: &str| UrlHost::Name(HostName::parse(text).unwrap());
+        let address = |text: &str| UrlHost::Address(text.parse().unwrap());
         for (text, host, port) in [
             ("example.com", named("example.com"), None),
             ("Example.com.:8080", named("example.com"), Some(8080)),
@@ -452,7 +452,7 @@ mod tests {
                 prop_assert_eq!(parsed(name), name);
                 prop_assert_eq!(
                     parse_authority(&format!("{name}:80")).unwrap(),
-                    (Host::Name(HostName::parse(name).unwrap()), Some(80))
+                    (UrlHost::Name(HostName::parse(name).unwrap()), Some(80))
                 );
             }
         }

@@ -30,7 +30,7 @@ mod ports;
 
 use crate::address;
 use crate::name::HostName;
-pub use parse::Problem;
+pub use parse::RuleProblem;
 use parse::{parse_target, shortened};
 use ports::Ports;
 
@@ -81,7 +81,7 @@ pub enum Listens {
 pub struct RuleError {
     /// The rule as written, shortened.
     pub rule: String,
-    pub problem: Problem,
+    pub problem: RuleProblem,
 }
 
 impl Rules {
@@ -280,7 +280,7 @@ impl Rules {
             if lists.permits.len() + lists.denials.len() == MAX_RULES {
                 return Err(RuleError {
                     rule: rule.to_string(),
-                    problem: Problem::TooMany,
+                    problem: RuleProblem::TooMany,
                 });
             }
             lists.add(rule);
@@ -568,8 +568,10 @@ mod tests {
     /// Returns whether a list permits `name:port`, `address:port` or `[address]:port`.
     fn permits(list: &[&str], target: &str) -> bool {
         match crate::name::parse_authority(target).unwrap() {
-            (crate::name::Host::Name(name), port) => rules(list).allows_name(&name, port.unwrap()),
-            (crate::name::Host::Address(address), port) => {
+            (crate::name::UrlHost::Name(name), port) => {
+                rules(list).allows_name(&name, port.unwrap())
+            }
+            (crate::name::UrlHost::Address(address), port) => {
                 rules(list).allows_address(address, port.unwrap())
             }
         }
@@ -882,7 +884,10 @@ mod tests {
         let many: Vec<String> = (0..=MAX_RULES)
             .map(|number| format!("host{number}.example.com"))
             .collect();
-        assert_eq!(Rules::parse(&many).unwrap_err().problem, Problem::TooMany);
+        assert_eq!(
+            Rules::parse(&many).unwrap_err().problem,
+            RuleProblem::TooMany
+        );
         assert!(Rules::parse(&many[1..]).is_ok());
     }
 

@@ -39,7 +39,7 @@ use zeroize::Zeroizing;
 use crate::name::{HostName, NameError};
 pub(crate) use mask::Masker;
 use mask::Patterns;
-pub(crate) use requests::{BodyKind, HostSecrets, Note};
+pub(crate) use requests::{BodyKind, HostSecrets, RequestNote};
 
 /// Minimum length. A shorter value would occur in ordinary text by chance, and could be guessed by
 /// observing what is masked.
@@ -280,15 +280,15 @@ impl fmt::Debug for Vault {
 
 /// Values that must not appear in texts, such as credentials of other servers. Clones share them.
 #[derive(Clone, Default)]
-pub struct Hidden(Arc<Patterns>);
+pub struct HiddenValues(Arc<Patterns>);
 
-impl Hidden {
+impl HiddenValues {
     /// Hides `values` and writes `instead` in their place. Values too short to be distinguished
     /// from ordinary text are left out.
-    pub fn new<'a>(values: impl IntoIterator<Item = &'a str>, instead: &str) -> Hidden {
+    pub fn new<'a>(values: impl IntoIterator<Item = &'a str>, instead: &str) -> HiddenValues {
         let instead: Arc<str> = Arc::from(instead);
         let long = values.into_iter().filter(|value| value.len() >= MIN_VALUE);
-        Hidden(Arc::new(Patterns::new(long.map(|value| (value, &instead)))))
+        HiddenValues(Arc::new(Patterns::new(long.map(|value| (value, &instead)))))
     }
 
     /// Returns `text` without the values, in any encoding, or `None` if it contains none of them.
@@ -298,7 +298,7 @@ impl Hidden {
     }
 }
 
-impl fmt::Debug for Hidden {
+impl fmt::Debug for HiddenValues {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         formatter.write_str("Hidden")
     }
@@ -451,7 +451,7 @@ mod tests {
 
     #[test]
     fn hidden_values_are_taken_out_and_texts_without_them_are_left_alone() {
-        let hidden = Hidden::new([VALUE, "short"], "[hidden]");
+        let hidden = HiddenValues::new([VALUE, "short"], "[hidden]");
         assert_eq!(
             hidden
                 .hide(&format!("a {VALUE} b, {}", base64_for_tests(VALUE)))
@@ -459,7 +459,7 @@ mod tests {
             "a [hidden] b, [hidden]k="
         );
         assert_eq!(hidden.hide("a short text, sk-0123456789-canar"), None);
-        assert_eq!(Hidden::default().hide(VALUE), None);
+        assert_eq!(HiddenValues::default().hide(VALUE), None);
         assert!(!format!("{hidden:?}").contains("canary"));
     }
 

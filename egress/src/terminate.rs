@@ -49,8 +49,8 @@ use tokio_rustls::{LazyConfigAcceptor, TlsConnector};
 
 use crate::authority::Authority;
 use crate::dial::Dial;
-use crate::name::{Host, HostName, parse_authority};
-use crate::secrets::{BodyKind, HostSecrets, Note, Vault};
+use crate::name::{HostName, UrlHost, parse_authority};
+use crate::secrets::{BodyKind, HostSecrets, RequestNote, Vault};
 use bodies::{Masked, Prefixed, Streamed};
 
 /// Timeout for each TLS handshake. Both take a few packets; the connection waits for them.
@@ -82,7 +82,7 @@ const HOP_BY_HOP: [HeaderName; 9] = [
 ];
 
 /// Receives notes about requests that use a placeholder in the wrong place.
-pub(crate) type Notes = dyn Fn(Note) + Send + Sync;
+pub(crate) type NoteSink = dyn Fn(RequestNote) + Send + Sync;
 
 /// Serves one connection from inside, which is for `name` (a host with a secret in `vault`) at
 /// `port`, until it ends.
@@ -97,7 +97,7 @@ pub(crate) async fn serve<S>(
     vault: &Vault,
     authority: &Authority,
     dial: Arc<Dial>,
-    notes: Arc<Notes>,
+    notes: Arc<NoteSink>,
 ) -> io::Result<()>
 where
     S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
@@ -143,7 +143,7 @@ struct Exchange {
     secrets: Arc<HostSecrets>,
     client: Arc<ClientConfig>,
     dial: Arc<Dial>,
-    notes: Arc<Notes>,
+    notes: Arc<NoteSink>,
     /// The idle connection to the host between two requests.
     kept: Mutex<Option<SendRequest<Streamed>>>,
     /// The tasks that drive connections to the host. They end with this value.
@@ -203,7 +203,9 @@ impl Exchange {
                 .map(|authority| authority.as_str()),
         ];
         let is_ours = |text: &str| match parse_authority(text) {
-            Ok((Host::Name(name), port)) => name == self.name && port.unwrap_or(443) == self.port,
+            Ok((UrlHost::Name(name), port)) => {
+                name == self.name && port.unwrap_or(443) == self.port
+            }
             _ => false,
         };
         let is_plain = request
@@ -258,7 +260,7 @@ impl Exchange {
         Ok(filled)
     }
 
-    fn filled_target(&self, uri: &Uri, notes: &mut BTreeSet<Note>) -> Result<Uri, Refusal> {
+    fn filled_target(&self, uri: &Uri, notes: &mut BTreeSet<RequestNote>) -> Result<Uri, Refusal> {
         let target = uri
             .path_and_query()
             .cloned()
@@ -280,7 +282,7 @@ impl Exchange {
         kind: Option<BodyKind>,
         mut body: Incoming,
         headers: &mut HeaderMap,
-        notes: &mut BTreeSet<Note>,
+        notes: &mut BTreeSet<RequestNote>,
     ) -> Result<Streamed, Refusal> {
         let is_too_large = body.size_hint().lower() > MAX_FILLED_BODY_BYTES as u64;
         let Some(kind) = kind.filter(|_| !is_too_large && !body.is_end_stream()) else {

@@ -35,7 +35,7 @@ use crate::guardian;
 use crate::identity::INSIDE_ID;
 use crate::init;
 use crate::root::{self, DetachedMount, JailSetupError};
-use crate::sys::{self, Forked};
+use crate::sys::{self, ForkSide};
 use crate::wire::{self, FamilyId, Scratch, Setup, Slot};
 
 /// Requests of the warden to a family's first process.
@@ -98,8 +98,8 @@ impl Family {
         let (gate, held) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC)
             .map_err(|cause| failed(cause.into()))?;
         let maker = match sys::clone_process(libc::CLONE_NEWNS).map_err(failed)? {
-            Forked::Child => start_first_process(setup, mounts, &theirs, &gate, held),
-            Forked::Parent(maker) => maker,
+            ForkSide::Child => start_first_process(setup, mounts, &theirs, &gate, held),
+            ForkSide::Parent(maker) => maker,
         };
         drop((theirs, gate));
         let started = wire::receive::<StartResult>(&socket);
@@ -188,11 +188,11 @@ fn start_first_process(
         Ok(()) => {
             match sys::clone_process(libc::CLONE_NEWUSER | libc::CLONE_NEWPID | libc::CLONE_PARENT)
             {
-                Ok(Forked::Child) => {
+                Ok(ForkSide::Child) => {
                     drop(held);
                     first_process(setup, matches!(mounts, OperatorMounts::None), warden, gate)
                 }
-                Ok(Forked::Parent(first)) => Ok(first.as_raw_pid()),
+                Ok(ForkSide::Parent(first)) => Ok(first.as_raw_pid()),
                 Err(error) => Err(error.to_string()),
             }
         }
@@ -253,7 +253,7 @@ fn clone_init(
     let mut descriptors = descriptors.into_iter();
     let init_socket = descriptors.next().ok_or(io::ErrorKind::InvalidData)?;
     match sys::clone_process(guardian::NAMESPACES)? {
-        Forked::Child => init::main(init::InitStart {
+        ForkSide::Child => init::main(init::InitStart {
             warden: init_socket,
             cgroup_procs: descriptors.collect(),
             mounts: if apart {
@@ -279,6 +279,6 @@ fn clone_init(
             leave_out: setup.leave_out.clone(),
             test_switches: setup.test_switches.clone(),
         }),
-        Forked::Parent(init) => Ok(rustix::process::pidfd_open(init, PidfdFlags::empty())?),
+        ForkSide::Parent(init) => Ok(rustix::process::pidfd_open(init, PidfdFlags::empty())?),
     }
 }

@@ -21,7 +21,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::identity::Identity;
 use crate::root::{self, DetachedMount, JailSetupError};
-use crate::sys::{self, Forked};
+use crate::sys::{self, ForkSide};
 use crate::wire::{self, FamilyId, OmittedLayer, Setup, WardenEvent};
 use crate::{cgroup, idmap, probe, seccomp, warden};
 
@@ -114,7 +114,7 @@ fn run(lifeline: &OwnedFd) -> io::Result<()> {
     let (ours, theirs) = wire::pair()?;
     let (gate, held) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC)?;
     let warden = match sys::clone_process(libc::CLONE_NEWUSER | NAMESPACES) {
-        Ok(Forked::Child) => {
+        Ok(ForkSide::Child) => {
             drop(ours);
             drop(held);
             warden::main(warden::WardenStart {
@@ -126,7 +126,7 @@ fn run(lifeline: &OwnedFd) -> io::Result<()> {
                 setup,
             });
         }
-        Ok(Forked::Parent(pid)) => pid,
+        Ok(ForkSide::Parent(pid)) => pid,
         Err(error) => {
             return send_failure(&commands, refused_namespace().refusal(&error));
         }
@@ -172,13 +172,13 @@ fn refused_namespace() -> probe::NamespaceKind {
     let flags = |kind: &probe::NamespaceKind| UnshareFlags::from_bits_retain(kind.flag as u32);
     let refused = match sys::clone_process(probe::USER_NAMESPACE.flag) {
         Err(_) => return probe::USER_NAMESPACE,
-        Ok(Forked::Child) => {
+        Ok(ForkSide::Child) => {
             let refused = probe::OTHER_NAMESPACES
                 .iter()
                 .position(|kind| sys::unshare(flags(kind)).is_err());
             sys::exit_now(refused.map_or(probe::OTHER_NAMESPACES.len(), |position| position) as i32)
         }
-        Ok(Forked::Parent(pid)) => {
+        Ok(ForkSide::Parent(pid)) => {
             match rustix::process::waitpid(Some(pid), WaitOptions::empty()) {
                 Ok(Some((_, status))) => status.exit_status(),
                 _ => None,

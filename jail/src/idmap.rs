@@ -14,7 +14,7 @@ use rustix::mount::MountAttrFlags;
 use rustix::process::{Signal, WaitOptions};
 
 use crate::root::{self, DetachedMount, JailSetupError};
-use crate::sys::{self, Forked, MountAttr};
+use crate::sys::{self, ForkSide, MountAttr};
 use crate::wire::OperatorMount;
 
 /// From `linux/mount.h`.
@@ -72,13 +72,13 @@ fn map_owner(tree: &DetachedMount, host: &Path, user: Ids) -> io::Result<()> {
 fn user_namespace(owner: Ids, user: Ids) -> io::Result<OwnedFd> {
     let (gate, held) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC)?;
     let child = match sys::clone_process(libc::CLONE_NEWUSER)? {
-        Forked::Child => {
+        ForkSide::Child => {
             drop(held);
             // Waits until the parent has opened the namespace and closes its end.
             let _ = rustix::io::read(&gate, &mut [0u8; 1]);
             sys::exit_now(0);
         }
-        Forked::Parent(pid) => pid,
+        ForkSide::Parent(pid) => pid,
     };
     let folder = format!("/proc/{}", child.as_raw_pid());
     let opened = fs::write(

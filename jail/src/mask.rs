@@ -19,7 +19,7 @@ use rustix::process::{Gid, Uid, WaitOptions, WaitStatus};
 
 use crate::identity::INSIDE_ID;
 use crate::root::JailSetupError;
-use crate::sys::{self, Forked, MountAttr};
+use crate::sys::{self, ForkSide, MountAttr};
 use crate::wire::{Mask, MaskRule};
 
 /// An empty file that no user may read. It is in the root of the jail.
@@ -39,16 +39,17 @@ pub(crate) fn apply(masks: &[Mask]) -> Result<(), JailSetupError> {
 /// Covers again the files that were replaced from outside, in the mounts of one sandbox.
 pub(crate) fn reapply(masks: &[Mask], family: &OwnedFd, mounts: &OwnedFd) -> io::Result<()> {
     match sys::clone_process(0)? {
-        Forked::Child => {
+        ForkSide::Child => {
             let applied =
                 enter(family, mounts).and_then(|()| apply(masks).map_err(io::Error::other));
             sys::exit_now(i32::from(applied.is_err()));
         }
-        Forked::Parent(child) => match rustix::process::waitpid(Some(child), WaitOptions::empty())?
-        {
-            Some((_, status)) if WaitStatus::exit_status(status) == Some(0) => Ok(()),
-            _ => Err(io::Error::other("a file could not be covered again")),
-        },
+        ForkSide::Parent(child) => {
+            match rustix::process::waitpid(Some(child), WaitOptions::empty())? {
+                Some((_, status)) if WaitStatus::exit_status(status) == Some(0) => Ok(()),
+                _ => Err(io::Error::other("a file could not be covered again")),
+            }
+        }
     }
 }
 

@@ -24,7 +24,7 @@ use rustix::mount::{
 use rustix::process::WaitOptions;
 
 use crate::etc;
-use crate::sys::{self, Forked, MountAttr};
+use crate::sys::{self, ForkSide, MountAttr};
 use crate::sysfs::{self, ShownLimits};
 use crate::test_switches::TestSwitches;
 use crate::wire::{self, Bind, OperatorMount};
@@ -431,12 +431,12 @@ pub(crate) fn process_file_system() -> io::Result<OwnedFd> {
 fn empty_process_file_system() -> io::Result<OwnedFd> {
     let (ours, theirs) = wire::pair()?;
     let child = match sys::clone_process(libc::CLONE_NEWPID)? {
-        Forked::Child => {
+        ForkSide::Child => {
             let made =
                 process_file_system().and_then(|mount| wire::send(&theirs, &(), &[mount.as_fd()]));
             sys::exit_now(i32::from(made.is_err()));
         }
-        Forked::Parent(child) => child,
+        ForkSide::Parent(child) => child,
     };
     drop(theirs);
     let made = wire::receive::<()>(&ours);

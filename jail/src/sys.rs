@@ -13,13 +13,13 @@ use rustix::process::Pid;
 use rustix::thread::UnshareFlags;
 
 /// The two sides of a fork.
-pub(crate) enum Forked {
+pub(crate) enum ForkSide {
     Parent(Pid),
     Child,
 }
 
 /// Forks with the given namespace flags; the child is a copy of this single-threaded process.
-pub(crate) fn clone_process(namespaces: libc::c_int) -> io::Result<Forked> {
+pub(crate) fn clone_process(namespaces: libc::c_int) -> io::Result<ForkSide> {
     let flags = c_long::from(namespaces | libc::SIGCHLD);
     // SAFETY: without CLONE_VM and with a null stack, clone is fork: the child gets a copy of this
     // address space and returns here. This process has one thread (asserted by the guardian at its
@@ -27,8 +27,8 @@ pub(crate) fn clone_process(namespaces: libc::c_int) -> io::Result<Forked> {
     let pid = unsafe { libc::syscall(libc::SYS_clone, flags, 0, 0, 0, 0) };
     match pid {
         -1 => Err(io::Error::last_os_error()),
-        0 => Ok(Forked::Child),
-        pid => Ok(Forked::Parent(
+        0 => Ok(ForkSide::Child),
+        pid => Ok(ForkSide::Parent(
             Pid::from_raw(pid as i32).expect("clone returns a positive pid to the parent"),
         )),
     }

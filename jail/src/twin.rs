@@ -1093,7 +1093,7 @@ impl Data {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::sys::Forked;
+    use crate::sys::ForkSide;
 
     /// A twin of a process that only goes to its fork point. It is killed with the test's thread,
     /// which traces it.
@@ -1109,12 +1109,12 @@ mod tests {
     fn traced_to_fork_point(then: fn() -> !) -> (Pid, ForkPointTracer) {
         let (reader, writer) = rustix::pipe::pipe().unwrap();
         match sys::clone_process(0).unwrap() {
-            Forked::Parent(process) => {
+            ForkSide::Parent(process) => {
                 let tracer = ForkPointTracer::begin(process, TRACE_OPTIONS).unwrap();
                 rustix::io::write(&writer, b"x").unwrap();
                 (process, tracer)
             }
-            Forked::Child => {
+            ForkSide::Child => {
                 let _ = rustix::io::read(&reader, &mut [0]);
                 let _ = rustix::process::kill_process(rustix::process::getpid(), Signal::CONT);
                 then()

@@ -31,7 +31,7 @@ use crate::program::StepError;
 use crate::root::{self, DetachedMount, JailSetupError};
 use crate::seccomp::Filters;
 use crate::side_process::{self, LaunchFds, SideProcessSandbox};
-use crate::sys::{self, Forked};
+use crate::sys::{self, ForkSide};
 use crate::twin::{
     ForkPointTracer, LaunchArguments, LockDownSettings, SavedRegisters, StopReason, StopWaiter,
     Twin,
@@ -901,7 +901,7 @@ impl Warden {
         };
         enter(pid_namespace).map_err(|error| SideProcessError::Make(error.into()))?;
         let forked = sys::clone_process(0);
-        if let Ok(Forked::Child) = &forked {
+        if let Ok(ForkSide::Child) = &forked {
             let settings = if sandbox.apart {
                 &self.lock_down_apart
             } else {
@@ -920,7 +920,7 @@ impl Warden {
         }
         // Processes created later must not be in the sandbox's pid namespace.
         enter(&self.pid_namespace).map_err(|error| SideProcessError::Lost(error.into()))?;
-        let Forked::Parent(process) = forked.map_err(SideProcessError::Make)? else {
+        let ForkSide::Parent(process) = forked.map_err(SideProcessError::Make)? else {
             unreachable!("the child never returns")
         };
         sandbox.side_processes.insert(number, process);

@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::root;
 use crate::seccomp::Filters;
-use crate::sys::{self, Forked};
+use crate::sys::{self, ForkSide};
 use crate::twin::{ForkPointTracer, MemoryRange, StopWaiter, TRACE_OPTIONS, Twin};
 use crate::wire::{self, OmittedLayer, Programs, Setup};
 
@@ -71,12 +71,12 @@ impl Zygote {
             rustix::pipe::PipeFlags::CLOEXEC | rustix::pipe::PipeFlags::NONBLOCK,
         )?;
         let pid = match sys::clone_process(libc::CLONE_NEWNS)? {
-            Forked::Child => {
+            ForkSide::Child => {
                 let error = become_python(setup, filters, &inside, &standard_error);
                 let _ = rustix::io::write(rustix::stdio::stderr(), error.to_string().as_bytes());
                 sys::exit_now(127);
             }
-            Forked::Parent(pid) => pid,
+            ForkSide::Parent(pid) => pid,
         };
         let plan = Plan {
             preload: &setup.zygote.preload,

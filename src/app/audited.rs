@@ -17,7 +17,7 @@ use std::time::Instant;
 use tokio::sync::watch;
 
 use crate::audit::{
-    Answer, Approval, Audit, Digest, Direction, Event, Execution, FileMoved, Kind, Outcome,
+    Answer, Approval, Audit, CallOutcome, Digest, Event, Execution, FileDirection, FileMoved, Kind,
     Packages, QuotaRefused, SessionCreated, SessionEnded, ToolCall, UpstreamCall,
 };
 use crate::ops::{Host, Io, Op, OpSubject, Reply, Ticket};
@@ -135,7 +135,7 @@ impl AuditRecorder {
         session: Option<&SessionId>,
         tool: &'static str,
         begun: Instant,
-        outcome: Outcome,
+        outcome: CallOutcome,
     ) {
         let elapsed = begun.elapsed();
         self.metrics.tool_called(tool, outcome.name(), elapsed);
@@ -263,12 +263,12 @@ impl AuditRecorder {
     /// Records a call from code to a tool of another MCP server.
     fn called(&self, owner: &Principal, id: &SessionId, call: &NotedCall) {
         let outcome = match call.ended {
-            CallEnd::Answered => Outcome::Succeeded,
-            CallEnd::Refused(ToolReason::Cancelled) => Outcome::Cancelled,
+            CallEnd::Answered => CallOutcome::Succeeded,
+            CallEnd::Refused(ToolReason::Cancelled) => CallOutcome::Cancelled,
             CallEnd::Refused(
                 ToolReason::Denied | ToolReason::Unknown | ToolReason::Invalid | ToolReason::Budget,
-            ) => Outcome::Refused,
-            CallEnd::ToolError | CallEnd::Refused(_) => Outcome::Failed,
+            ) => CallOutcome::Refused,
+            CallEnd::ToolError | CallEnd::Refused(_) => CallOutcome::Failed,
         };
         let details = UpstreamCall {
             server: call.server.as_str().into(),
@@ -278,7 +278,7 @@ impl AuditRecorder {
             elapsed: call.duration,
         };
         let event = self.event(owner, Some(id), details);
-        self.audit.note(if outcome == Outcome::Refused {
+        self.audit.note(if outcome == CallOutcome::Refused {
             event.denied(call.ended.word())
         } else {
             event
@@ -425,16 +425,16 @@ impl AuditRecorder {
         }
         let outcome = match done {
             Ok(Reply::Execute(ExecutionReport::Finished { outcome, .. })) => match outcome.status {
-                Status::Completed => Outcome::Succeeded,
-                Status::Cancelled { .. } => Outcome::Cancelled,
-                _ => Outcome::Failed,
+                Status::Completed => CallOutcome::Succeeded,
+                Status::Cancelled { .. } => CallOutcome::Cancelled,
+                _ => CallOutcome::Failed,
             },
-            Ok(Reply::Execute(ExecutionReport::Underway(_))) => Outcome::Underway,
-            Ok(_) => Outcome::Succeeded,
-            Err(Refused::CancelledWhileWaiting) => Outcome::Cancelled,
+            Ok(Reply::Execute(ExecutionReport::Underway(_))) => CallOutcome::Underway,
+            Ok(_) => CallOutcome::Succeeded,
+            Err(Refused::CancelledWhileWaiting) => CallOutcome::Cancelled,
             // It is unknown whether the operation was executed.
-            Err(Refused::Unresponsive { sent: true }) => Outcome::Failed,
-            Err(_) => Outcome::Refused,
+            Err(Refused::Unresponsive { sent: true }) => CallOutcome::Failed,
+            Err(_) => CallOutcome::Refused,
         };
         if let Some(tool) = call.tool {
             self.call_ended(owner, session, tool, call.begun, outcome);
@@ -471,18 +471,20 @@ impl AuditRecorder {
             }
             Reply::WriteFile(bytes) => {
                 self.met(owner, id, None);
-                moved(Direction::Into, *bytes);
+                moved(FileDirection::Into, *bytes);
             }
             Reply::Upload(Uploaded {
                 size,
                 finished: true,
             }) => {
                 self.met(owner, id, None);
-                moved(Direction::Into, *size);
+                moved(FileDirection::Into, *size);
             }
-            Reply::ReadFile(bytes) => moved(Direction::OutOf, *bytes),
+            Reply::ReadFile(bytes) => moved(FileDirection::OutOf, *bytes),
             // A query of the size alone transfers nothing.
-            Reply::ReadFileRange(range) if range.sent > 0 => moved(Direction::OutOf, range.sent),
+            Reply::ReadFileRange(range) if range.sent > 0 => {
+                moved(FileDirection::OutOf, range.sent)
+            }
             Reply::CloseSession(()) => self.ended(owner, id, "it was closed"),
             _ => {}
         }
@@ -504,8 +506,8 @@ impl AuditRecorder {
                 .map(str::to_owned)
                 .collect(),
             outcome: match report {
-                Some(_) => Outcome::Succeeded,
-                None => Outcome::Failed,
+                Some(_) => CallOutcome::Succeeded,
+                None => CallOutcome::Failed,
             },
         };
         self.audit.note(self.event(owner, Some(id), details));
@@ -516,13 +518,13 @@ impl AuditRecorder {
         owner: &Principal,
         id: &SessionId,
         path: &InsidePath,
-        direction: Direction,
+        direction: FileDirection,
         bytes: u64,
     ) {
         self.metrics.file_moved(
             match direction {
-                Direction::Into => telemetry::Direction::Into,
-                Direction::OutOf => telemetry::Direction::OutOf,
+                FileDirection::Into => telemetry::Direction::Into,
+                FileDirection::OutOf => telemetry::Direction::OutOf,
             },
             bytes,
         );

@@ -596,9 +596,9 @@ fn sessions(
     upstreams: Option<UpstreamBroker>,
 ) -> anyhow::Result<Sessions> {
     let undo = match (mode, settings.undo) {
-        (StartMode::OneShot, _) | (_, config::UndoSettings::Off) => session::Undo::Off,
+        (StartMode::OneShot, _) | (_, config::UndoSettings::Off) => session::UndoPolicy::Off,
         (StartMode::Full, config::UndoSettings::On { checkpoints, files }) => {
-            session::Undo::On { checkpoints, files }
+            session::UndoPolicy::On { checkpoints, files }
         }
     };
     let approvals = approvals::approvals(settings)?;

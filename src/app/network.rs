@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::Context;
-use cellblock_egress::authority::{Authority, Trust};
+use cellblock_egress::authority::{Authority, TrustRoots};
 use cellblock_egress::resolve::SystemResolver;
 use cellblock_egress::secrets::Vault;
 use cellblock_jail::wire::Bind;
@@ -79,7 +79,7 @@ impl EgressSetup {
     /// Creates a certificate authority for the hosts that have a secret, and adds it to the
     /// system's authorities in the bundle inside.
     fn trust_ours(&mut self, vault: &Vault, folder: &Path) -> anyhow::Result<Arc<Authority>> {
-        let authority = Authority::new(vault, Trust::system())
+        let authority = Authority::new(vault, TrustRoots::system())
             .context("no authority for hosts with a secret")?;
         let known = SYSTEM_BUNDLES
             .iter()

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use cellblock_egress::name::{self, Host};
+use cellblock_egress::name::{self, UrlHost};
 use cellblock_egress::rules::Rules;
 use cellblock_jail::wire::Bind;
 use futures_util::future::BoxFuture;
@@ -16,8 +16,9 @@ use tokio::sync::{OnceCell, watch};
 use crate::config::{BackendChoice, Settings};
 use crate::environment::{Environment, InstallerTools};
 use crate::packages::{
-    BuildSandbox, BuildSandboxes, FileHosts, IndexSettings, Installer, Limits, PACKAGES_INSIDE,
-    Package, PackageError, PackageRequest, Requirement, Step, Store, TreeName,
+    BuildSandbox, BuildSandboxes, FileHosts, IndexSettings, InstallLimits, Installer,
+    PACKAGES_INSIDE, PackageError, PackageRequest, PackageVersion, Requirement, Step, Store,
+    TreeName,
 };
 use crate::sandbox::Exit;
 use crate::session::install;
@@ -40,7 +41,7 @@ pub(super) struct PackageService {
     tools: InstallerTools,
     data_dir: PathBuf,
     store: Arc<Store>,
-    limits: Limits,
+    limits: InstallLimits,
     /// The hosts that sessions may reach, and thus the allowed sources of a requirement with a URL.
     rules: Rules,
     python: Python,
@@ -92,7 +93,7 @@ enum Python {
 struct Facts {
     /// An interpreter of this machine, for uv.
     python: PathBuf,
-    present: Vec<Package>,
+    present: Vec<PackageVersion>,
 }
 
 /// Prints name and version of every package that a session finds, one per line. The first of two
@@ -119,12 +120,12 @@ impl PackageService {
             tools: tools(settings)?,
             data_dir: settings.data_dir.clone(),
             store: Arc::new(Store::open(&store_folder(settings))?),
-            limits: Limits {
+            limits: InstallLimits {
                 time: settings.packages.timeout,
                 bytes: settings.packages.size,
                 store: settings.packages.store_size,
                 disk: settings.packages.disk,
-                ..Limits::default()
+                ..InstallLimits::default()
             },
             rules: settings.network.rules.clone(),
             python: match settings.backend {
@@ -168,7 +169,7 @@ impl PackageService {
         let present = environment
             .packages
             .iter()
-            .filter_map(|text| Package::parse(text))
+            .filter_map(|text| PackageVersion::parse(text))
             .collect();
         let facts = Facts {
             python: environment.base_executable.clone(),
@@ -263,12 +264,12 @@ impl PackageService {
     }
 
     /// The packages of a session: those of its environment, and those in the folders added to it.
-    fn present(&self, facts: &Facts, folders: &[String]) -> Vec<Package> {
+    fn present(&self, facts: &Facts, folders: &[String]) -> Vec<PackageVersion> {
         let mut present = facts.present.clone();
         // The latest folder comes first and takes precedence.
         for folder in folders.iter().rev() {
             if let Some(tree) = tree_of(folder).and_then(|name| self.store.tree(&name)) {
-                let package = Package::new(&tree.record.package, &tree.record.version);
+                let package = PackageVersion::new(&tree.record.package, &tree.record.version);
                 present.retain(|other| other.name != package.name);
                 present.push(package);
             }
@@ -278,8 +279,8 @@ impl PackageService {
 
     fn allows(&self, host: &str, port: u16) -> bool {
         match name::parse_authority(host) {
-            Ok((Host::Name(name), None)) => self.rules.allows_name(&name, port),
-            Ok((Host::Address(address), None)) => self.rules.allows_address(address, port),
+            Ok((UrlHost::Name(name), None)) => self.rules.allows_name(&name, port),
+            Ok((UrlHost::Address(address), None)) => self.rules.allows_address(address, port),
             _ => false,
         }
     }
@@ -320,7 +321,7 @@ impl PackageService {
             .map_err(|error| install::InstallError::Failed(with_causes(error)))?;
         Ok(Facts {
             python,
-            present: listed.lines().filter_map(Package::parse).collect(),
+            present: listed.lines().filter_map(PackageVersion::parse).collect(),
         })
     }
 

@@ -33,7 +33,7 @@ use crate::http::{Allowed, Reception, connections, tls};
 use crate::mcp::http::{Endpoint, Keeping};
 use crate::mcp::{self, Front, HostFiles};
 use crate::sandbox::Preparation;
-use crate::telemetry::{Health, Metrics, Part};
+use crate::telemetry::{Health, HealthPart, Metrics};
 
 /// Grace period for open requests after the server was asked to stop.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(10);
@@ -127,16 +127,16 @@ pub(super) async fn serve(
 /// Reports to the health check why new work should go elsewhere, when it should.
 fn watch_parts(health: &Health, handle: &SessionsHandle, audit: &Audit) {
     let preparation = handle.sessions().preparation();
-    health.ask(Part::Python, move || match &*preparation.borrow() {
+    health.ask(HealthPart::Python, move || match &*preparation.borrow() {
         Preparation::Ready => None,
         Preparation::Working { step, .. } => Some(step.clone()),
         Preparation::Failed { why } => Some(why.clone()),
     });
     let audit = audit.clone();
-    health.ask(Part::Audit, move || audit.refuses());
+    health.ask(HealthPart::Audit, move || audit.refuses());
     if let SessionsHandle::Daemon(client) = handle {
         let client = client.clone();
-        health.ask(Part::SessionDaemon, move || client.problem());
+        health.ask(HealthPart::SessionDaemon, move || client.problem());
     }
 }
 

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use async_trait::async_trait;
 use cellblock_typed::Package;
 use cellblock_upstream::{
-    AddressPolicy, CallError, CallOptions, CallReply, Owner, Progress, Reason, Registry,
+    AddressPolicy, CallError, CallErrorCode, CallOptions, CallProgress, CallReply, Owner, Registry,
     ServerKind, ServerName, ServerParams, ToolState, Upstream, Variables, WrapperCommand,
 };
 use serde_json::Value;
@@ -27,7 +27,7 @@ use crate::config;
 use crate::session::servers::{
     Registrar, ServerReport, ServerRequest, ServerSetup, ServerState, ServerTool, Trust,
 };
-use crate::session::tools::{Broker, ToolCall, ToolReason, ToolRefused, ToolReply};
+use crate::session::tools::{Broker, ToolReason, ToolRefused, ToolReply, UpstreamToolCall};
 use crate::session::{Principal, SessionId};
 
 /// The argument under which this program starts a third-party server.
@@ -104,7 +104,7 @@ impl UpstreamBroker {
     }
 
     /// Returns the settings for a server that a caller registers.
-    fn surroundings(&self, trust: Trust) -> cellblock_upstream::Settings {
+    fn surroundings(&self, trust: Trust) -> cellblock_upstream::ConnectSettings {
         let state = self.state();
         let (variables, addresses) = match trust {
             Trust::Local => (state.variables.clone(), AddressPolicy::Any),
@@ -122,12 +122,12 @@ impl UpstreamBroker {
         &self,
         variables: Variables,
         addresses: AddressPolicy,
-    ) -> cellblock_upstream::Settings {
+    ) -> cellblock_upstream::ConnectSettings {
         let wrapper = self.0.wrapper.clone();
-        cellblock_upstream::Settings {
+        cellblock_upstream::ConnectSettings {
             addresses,
             wrapper,
-            ..cellblock_upstream::Settings::new(variables)
+            ..cellblock_upstream::ConnectSettings::new(variables)
         }
     }
 
@@ -277,10 +277,10 @@ impl Broker for UpstreamBroker {
         &self,
         owner: &Principal,
         _session: &SessionId,
-        call: ToolCall,
+        call: UpstreamToolCall,
         tell: &(dyn Fn(String) + Send + Sync),
     ) -> Result<ToolReply, ToolRefused> {
-        let ToolCall {
+        let UpstreamToolCall {
             server,
             tool,
             arguments,
@@ -297,7 +297,7 @@ impl Broker for UpstreamBroker {
             return Err(ToolRefused::another_tool(&server));
         }
         let (progress, mut told) = watch::channel(None);
-        let sink = move |news: Progress| drop(progress.send_replace(Some(news)));
+        let sink = move |news: CallProgress| drop(progress.send_replace(Some(news)));
         let options = CallOptions {
             progress: Some(Arc::new(sink)),
             ..CallOptions::default()
@@ -584,18 +584,18 @@ fn reply(reply: CallReply) -> ToolReply {
 
 fn refusal(error: &CallError) -> ToolRefused {
     let reason = match error.reason() {
-        Reason::Timeout => ToolReason::Timeout,
-        Reason::Unknown => ToolReason::Unknown,
-        Reason::Invalid => ToolReason::Invalid,
-        Reason::Unavailable => ToolReason::Unavailable,
-        Reason::Protocol => ToolReason::Protocol,
-        Reason::TooLarge => ToolReason::TooLarge,
-        Reason::Cancelled => ToolReason::Cancelled,
+        CallErrorCode::Timeout => ToolReason::Timeout,
+        CallErrorCode::Unknown => ToolReason::Unknown,
+        CallErrorCode::Invalid => ToolReason::Invalid,
+        CallErrorCode::Unavailable => ToolReason::Unavailable,
+        CallErrorCode::Protocol => ToolReason::Protocol,
+        CallErrorCode::TooLarge => ToolReason::TooLarge,
+        CallErrorCode::Cancelled => ToolReason::Cancelled,
     };
     ToolRefused::new(reason, error.to_string())
 }
 
-fn progress_text(server: &str, tool: &str, news: &Progress) -> String {
+fn progress_text(server: &str, tool: &str, news: &CallProgress) -> String {
     let far = match news.total {
         Some(total) => format!("{} of {total}", news.progress),
         None => news.progress.to_string(),

@@ -27,7 +27,7 @@ pub(super) enum Admission {
 
 /// The party whose records are counted together.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum Owner {
+pub(super) enum RecordOwner {
     Session {
         session: String,
         principal: Option<String>,
@@ -43,7 +43,7 @@ pub(super) enum Owner {
 pub(super) struct Allowance {
     limit: u64,
     since: Instant,
-    counts: BTreeMap<Owner, u64>,
+    counts: BTreeMap<RecordOwner, u64>,
 }
 
 impl Allowance {
@@ -65,7 +65,7 @@ impl Allowance {
             return Admission::Write;
         };
         if self.counts.len() >= MAX_COUNTED && !self.counts.contains_key(&owner) {
-            owner = Owner::Others;
+            owner = RecordOwner::Others;
         }
         let count = self.counts.entry(owner).or_default();
         *count += 1;
@@ -78,7 +78,7 @@ impl Allowance {
 
     /// At the end of the hour, returns whose records were suppressed and how many, and starts the
     /// next.
-    pub(super) fn turn(&mut self, now: Instant) -> Vec<(Owner, u64)> {
+    pub(super) fn turn(&mut self, now: Instant) -> Vec<(RecordOwner, u64)> {
         if now.saturating_duration_since(self.since) < HOUR {
             return Vec::new();
         }
@@ -87,7 +87,7 @@ impl Allowance {
     }
 
     /// Returns whose records were suppressed and how many, and resets the counts.
-    pub(super) fn settle(&mut self) -> Vec<(Owner, u64)> {
+    pub(super) fn settle(&mut self) -> Vec<(RecordOwner, u64)> {
         let limit = self.limit;
         let counts = std::mem::take(&mut self.counts);
         counts
@@ -100,19 +100,19 @@ impl Allowance {
 
 /// Returns the owner whose limit an event counts against. `None` for actions of the server itself,
 /// and for the few events that make the history of a session complete.
-fn owner_of(event: &Event) -> Option<Owner> {
+fn owner_of(event: &Event) -> Option<RecordOwner> {
     match &event.kind {
         Kind::ServerStarted(_)
         | Kind::ServerStopped(_)
         | Kind::ServerReloaded(_)
         | Kind::SessionEnded(_) => None,
         _ => Some(match (&event.session, &event.principal) {
-            (Some(session), principal) => Owner::Session {
+            (Some(session), principal) => RecordOwner::Session {
                 session: session.to_string(),
                 principal: principal.as_ref().map(|principal| principal.to_string()),
             },
-            (None, Some(principal)) => Owner::Principal(principal.to_string()),
-            (None, None) => Owner::Unknown,
+            (None, Some(principal)) => RecordOwner::Principal(principal.to_string()),
+            (None, None) => RecordOwner::Unknown,
         }),
     }
 }
@@ -140,7 +140,7 @@ mod tests {
         assert_eq!(flood, [Write, Write, Write, Announce, Suppress, Suppress]);
         assert_eq!(allowance.admit(&call("quiet")), Write);
         assert_eq!(allowance.turn(now + HOUR - Duration::from_secs(1)), []);
-        let owner = Owner::Session {
+        let owner = RecordOwner::Session {
             session: "loud".to_owned(),
             principal: Some("anna".to_owned()),
         };
@@ -171,7 +171,7 @@ mod tests {
         };
         assert_eq!(allowance.admit(&unknown()), Admission::Write);
         assert_eq!(allowance.admit(&unknown()), Admission::Announce);
-        assert_eq!(allowance.settle(), [(Owner::Unknown, 1)]);
+        assert_eq!(allowance.settle(), [(RecordOwner::Unknown, 1)]);
     }
 
     #[test]
@@ -181,6 +181,6 @@ mod tests {
             allowance.admit(&call(&number.to_string()));
         }
         assert_eq!(allowance.counts.len(), MAX_COUNTED + 1);
-        assert_eq!(allowance.counts[&Owner::Others], 100);
+        assert_eq!(allowance.counts[&RecordOwner::Others], 100);
     }
 }

@@ -9,7 +9,7 @@ use std::io;
 use std::sync::{Mutex, MutexGuard};
 use std::time::Instant;
 
-use super::allowance::{Admission, Allowance, Owner};
+use super::allowance::{Admission, Allowance, RecordOwner};
 use super::chain::{Head, Moment, seal};
 use super::event::{Event, LogBegun, LogContinued, Suppressed, Unrecorded};
 use super::sink::{Found, Sink, Start};
@@ -340,19 +340,19 @@ impl State {
         self.write_suppressed(suppressed);
     }
 
-    fn write_suppressed(&mut self, suppressed: Vec<(Owner, u64)>) {
+    fn write_suppressed(&mut self, suppressed: Vec<(RecordOwner, u64)>) {
         for (owner, count) in suppressed {
             let event = Event::new(Suppressed {
                 count,
                 limit_per_hour: self.allowance.limit(),
             });
             let event = match owner {
-                Owner::Session { session, principal } => Event {
+                RecordOwner::Session { session, principal } => Event {
                     principal: principal.map(Into::into),
                     ..event.in_session(session)
                 },
-                Owner::Principal(principal) => event.by(principal),
-                Owner::Unknown | Owner::Others => event,
+                RecordOwner::Principal(principal) => event.by(principal),
+                RecordOwner::Unknown | RecordOwner::Others => event,
             };
             if let Err(error) = self.write(event) {
                 self.unrecorded += 1;

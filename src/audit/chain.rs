@@ -15,7 +15,7 @@ use rustix::time::{ClockId, clock_gettime};
 use serde::{Deserialize, Serialize};
 use sha2::Digest as _;
 
-use super::event::{Decision, Event, Kind, hex};
+use super::event::{Event, Kind, PolicyDecision, hex};
 use super::text::{Text, plain_json};
 
 /// Bytes of the longest line, including its end. Texts and lists are truncated so that no event
@@ -86,8 +86,8 @@ struct Body<'a> {
 pub(super) fn seal(head: &Head, moment: Moment, event: &Event) -> (Vec<u8>, Head) {
     let sequence = head.sequence + 1;
     let (decision, rule) = match &event.decision {
-        Decision::Allowed => ("allowed", None),
-        Decision::Denied { rule } => ("denied", Some(rule)),
+        PolicyDecision::Allowed => ("allowed", None),
+        PolicyDecision::Denied { rule } => ("denied", Some(rule)),
     };
     let body = Body {
         sequence,

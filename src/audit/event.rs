@@ -16,12 +16,12 @@ pub struct Event {
     pub session: Option<Text>,
     /// Correlates records, log lines and traces of one request.
     pub request: Option<Text>,
-    pub decision: Decision,
+    pub decision: PolicyDecision,
 }
 
 /// Whether it was allowed.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Decision {
+pub enum PolicyDecision {
     Allowed,
     Denied { rule: Text },
 }
@@ -34,7 +34,7 @@ impl Event {
             principal: None,
             session: None,
             request: None,
-            decision: Decision::Allowed,
+            decision: PolicyDecision::Allowed,
         }
     }
 
@@ -55,7 +55,7 @@ impl Event {
 
     /// Marks the event as denied by this rule.
     pub fn denied(mut self, rule: impl Into<Text>) -> Event {
-        self.decision = Decision::Denied { rule: rule.into() };
+        self.decision = PolicyDecision::Denied { rule: rule.into() };
         self
     }
 }
@@ -131,7 +131,7 @@ pub struct AuthenticationRefused {
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct ToolCall {
     pub tool: Text,
-    pub outcome: Outcome,
+    pub outcome: CallOutcome,
     #[serde(rename = "elapsed_ms", serialize_with = "milliseconds")]
     pub elapsed: Duration,
 }
@@ -139,7 +139,7 @@ pub struct ToolCall {
 /// The result of a call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Outcome {
+pub enum CallOutcome {
     Succeeded,
     /// It was executed and failed.
     Failed,
@@ -150,15 +150,15 @@ pub enum Outcome {
     Underway,
 }
 
-impl Outcome {
+impl CallOutcome {
     /// Its name in records and metrics.
     pub fn name(self) -> &'static str {
         match self {
-            Outcome::Succeeded => "succeeded",
-            Outcome::Failed => "failed",
-            Outcome::Refused => "refused",
-            Outcome::Cancelled => "cancelled",
-            Outcome::Underway => "underway",
+            CallOutcome::Succeeded => "succeeded",
+            CallOutcome::Failed => "failed",
+            CallOutcome::Refused => "refused",
+            CallOutcome::Cancelled => "cancelled",
+            CallOutcome::Underway => "underway",
         }
     }
 }
@@ -188,21 +188,21 @@ pub struct Packages {
     pub requirements: List,
     /// Names with versions.
     pub installed: List,
-    pub outcome: Outcome,
+    pub outcome: CallOutcome,
 }
 
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct FileMoved {
     /// As the caller named it.
     pub path: Text,
-    pub direction: Direction,
+    pub direction: FileDirection,
     pub bytes: u64,
     pub contents: Option<Digest>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Direction {
+pub enum FileDirection {
     Into,
     OutOf,
 }
@@ -223,7 +223,7 @@ pub struct UpstreamCall {
     pub server: Text,
     pub tool: Text,
     pub arguments: Digest,
-    pub outcome: Outcome,
+    pub outcome: CallOutcome,
     #[serde(rename = "elapsed_ms", serialize_with = "milliseconds")]
     pub elapsed: Duration,
 }
@@ -377,7 +377,7 @@ pub(super) mod tests {
             .into(),
             ToolCall {
                 tool: text.into(),
-                outcome: Outcome::Failed,
+                outcome: CallOutcome::Failed,
                 elapsed,
             }
             .into(),
@@ -395,12 +395,12 @@ pub(super) mod tests {
             Packages {
                 requirements: list(),
                 installed: list(),
-                outcome: Outcome::Refused,
+                outcome: CallOutcome::Refused,
             }
             .into(),
             FileMoved {
                 path: text.into(),
-                direction: Direction::OutOf,
+                direction: FileDirection::OutOf,
                 bytes: u64::MAX,
                 contents: Some(Digest::of(text)),
             }
@@ -417,7 +417,7 @@ pub(super) mod tests {
                 server: text.into(),
                 tool: text.into(),
                 arguments: Digest::of(text),
-                outcome: Outcome::Cancelled,
+                outcome: CallOutcome::Cancelled,
                 elapsed,
             }
             .into(),
@@ -497,11 +497,11 @@ pub(super) mod tests {
     #[test]
     fn the_word_of_an_outcome_is_the_same_everywhere() {
         for outcome in [
-            Outcome::Succeeded,
-            Outcome::Failed,
-            Outcome::Refused,
-            Outcome::Cancelled,
-            Outcome::Underway,
+            CallOutcome::Succeeded,
+            CallOutcome::Failed,
+            CallOutcome::Refused,
+            CallOutcome::Cancelled,
+            CallOutcome::Underway,
         ] {
             assert_eq!(serde_json::to_value(outcome).unwrap(), outcome.name());
         }

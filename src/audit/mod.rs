@@ -38,9 +38,9 @@ use std::time::{Duration, Instant};
 use book::Book;
 pub use chain::{Head, MAX_LINE_BYTES};
 pub use event::{
-    Answer, Approval, AuthenticationRefused, Decision, Digest, Direction, Event, Execution,
-    FileMoved, Kind, Outcome, Packages, QuotaRefused, ServerReloaded, ServerStarted, ServerStopped,
-    SessionCreated, SessionEnded, ToolCall, UpstreamCall,
+    Answer, Approval, AuthenticationRefused, CallOutcome, Digest, Event, Execution, FileDirection,
+    FileMoved, Kind, Packages, PolicyDecision, QuotaRefused, ServerReloaded, ServerStarted,
+    ServerStopped, SessionCreated, SessionEnded, ToolCall, UpstreamCall,
 };
 pub use text::{List, Text, plain_json};
 

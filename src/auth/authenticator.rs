@@ -16,11 +16,13 @@ use super::api_key::{self, ApiKey};
 use super::caller::{Caller, Scope};
 use super::claims::{self, Expected};
 use super::denied::Denied;
-use super::development::{self, Wording};
+use super::development::{self, DevelopmentClaims};
 use super::fetch::{self, Fetcher, MAX_FETCH_TIME};
 use super::key_server::{KeyServer, NoKey};
 use super::keys::{Algorithm, KeySet, PublicKey};
-use super::settings::{AuthSettings, AuthSetupError, Issuer, KeySource, MayNotListen, Plan, plan};
+use super::settings::{
+    AuthPlan, AuthSettings, AuthSetupError, Issuer, KeySource, MayNotListen, plan,
+};
 use super::token::{Fault, Token};
 
 /// Authenticates callers. Cheap to clone; clones share their keys.
@@ -67,13 +69,15 @@ impl Authenticator {
     /// contradictory.
     pub async fn from_settings(settings: &AuthSettings) -> Result<Authenticator, AuthSetupError> {
         let inner = match plan(settings)? {
-            Plan::Off => Inner {
+            AuthPlan::Off => Inner {
                 mode: Mode::Off,
                 issuers: Vec::new(),
                 api_keys: Vec::new(),
             },
-            Plan::Development { issuer, audiences } => develop(settings, issuer, audiences).await?,
-            Plan::Given { issuers } => Inner {
+            AuthPlan::Development { issuer, audiences } => {
+                develop(settings, issuer, audiences).await?
+            }
+            AuthPlan::Given { issuers } => Inner {
                 mode: Mode::Given,
                 issuers: verifiers(issuers, &settings.shown).await?,
                 api_keys: settings.api_keys.clone(),
@@ -241,7 +245,7 @@ async fn develop(
     let prepared = tokio::task::spawn_blocking(move || {
         development::prepare(
             &folder,
-            &Wording {
+            &DevelopmentClaims {
                 issuer: &name,
                 audiences: &names,
             },

@@ -76,7 +76,7 @@ pub enum DevelopmentError {
 
 /// The claims of development tokens.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Wording<'a> {
+pub(super) struct DevelopmentClaims<'a> {
     pub issuer: &'a str,
     pub audiences: &'a [String],
 }
@@ -84,7 +84,7 @@ pub(super) struct Wording<'a> {
 /// Ensures that all three files are present and valid, and returns the key that checks tokens.
 pub(super) fn prepare(
     folder: &Path,
-    wording: &Wording<'_>,
+    wording: &DevelopmentClaims<'_>,
     now: SystemTime,
 ) -> Result<PublicKey, DevelopmentError> {
     let folder = Folder::open(folder)?;
@@ -120,7 +120,7 @@ pub(super) fn prepare(
 }
 
 /// Returns whether a token of an earlier start is still usable.
-fn is_good(token: &str, key: &PublicKey, wording: &Wording<'_>, now: SystemTime) -> bool {
+fn is_good(token: &str, key: &PublicKey, wording: &DevelopmentClaims<'_>, now: SystemTime) -> bool {
     let expected = Expected {
         issuer: wording.issuer,
         audiences: wording.audiences,
@@ -135,7 +135,7 @@ fn is_good(token: &str, key: &PublicKey, wording: &Wording<'_>, now: SystemTime)
 
 fn token(
     private: &RsaPrivateKey,
-    wording: &Wording<'_>,
+    wording: &DevelopmentClaims<'_>,
     now: SystemTime,
 ) -> Result<Zeroizing<String>, DevelopmentError> {
     let seconds = now.duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
@@ -344,7 +344,7 @@ mod tests {
             let audiences = ["us".to_owned()];
             prepare(
                 &self.folder(),
-                &Wording {
+                &DevelopmentClaims {
                     issuer: "me",
                     audiences: &audiences,
                 },
@@ -448,7 +448,7 @@ mod tests {
         let audiences = ["them".to_owned()];
         prepare(
             &place.folder(),
-            &Wording {
+            &DevelopmentClaims {
                 issuer: "me",
                 audiences: &audiences,
             },

@@ -40,11 +40,11 @@ const MIN_PAUSE: Duration = Duration::from_secs(60);
 const PAUSE_WITHOUT_KEYS: Duration = Duration::from_secs(5);
 
 /// The source of keys. Tests have their own.
-pub(super) trait Source: Send + Sync {
+pub(super) trait KeySetFetcher: Send + Sync {
     fn fetch(&self) -> Pin<Box<dyn Future<Output = Result<KeySet, FetchError>> + Send>>;
 }
 
-impl Source for Fetcher {
+impl KeySetFetcher for Fetcher {
     fn fetch(&self) -> Pin<Box<dyn Future<Output = Result<KeySet, FetchError>> + Send>> {
         let fetcher = self.clone();
         Box::pin(async move { Fetcher::fetch(&fetcher).await })
@@ -63,7 +63,7 @@ pub(super) enum NoKey {
 /// The keys of one issuer.
 pub(super) struct KeyServer {
     issuer: String,
-    source: Arc<dyn Source>,
+    source: Arc<dyn KeySetFetcher>,
     state: Arc<Mutex<State>>,
 }
 
@@ -77,7 +77,7 @@ struct State {
 }
 
 impl KeyServer {
-    pub(super) fn new(issuer: String, source: Arc<dyn Source>) -> KeyServer {
+    pub(super) fn new(issuer: String, source: Arc<dyn KeySetFetcher>) -> KeyServer {
         KeyServer {
             issuer,
             source,
@@ -272,7 +272,7 @@ mod tests {
         }
     }
 
-    impl Source for Script {
+    impl KeySetFetcher for Script {
         fn fetch(&self) -> Pin<Box<dyn Future<Output = Result<KeySet, FetchError>> + Send>> {
             let (answer, gate) = {
                 let mut lines = self.0.lock().unwrap();

@@ -179,7 +179,7 @@ pub enum MayNotListen {
 
 /// The decision derived from the settings.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum Plan {
+pub(super) enum AuthPlan {
     Off,
     Development {
         issuer: String,
@@ -191,7 +191,7 @@ pub(super) enum Plan {
 }
 
 /// Derives the plan from the settings, or rejects them. Reads no file.
-pub(super) fn plan(settings: &AuthSettings) -> Result<Plan, AuthSetupError> {
+pub(super) fn plan(settings: &AuthSettings) -> Result<AuthPlan, AuthSetupError> {
     refuse_repetitions(&settings.api_keys)?;
     let from_variables = settings.variables.issuer()?;
     let other = match (
@@ -213,7 +213,7 @@ pub(super) fn plan(settings: &AuthSettings) -> Result<Plan, AuthSetupError> {
             choice: "development",
             other,
         }),
-        (AuthChoice::Off, None) => Ok(Plan::Off),
+        (AuthChoice::Off, None) => Ok(AuthPlan::Off),
         (AuthChoice::Usual | AuthChoice::Development, None) => settings.variables.development(),
         (AuthChoice::Usual, Some(_)) => {
             let issuers: Vec<Issuer> = settings
@@ -228,7 +228,7 @@ pub(super) fn plan(settings: &AuthSettings) -> Result<Plan, AuthSetupError> {
                 .find(|(place, name)| names().take(*place).any(|other| other == *name))
             {
                 Some((_, name)) => Err(AuthSetupError::IssuerTwice { name: name.clone() }),
-                None => Ok(Plan::Given { issuers }),
+                None => Ok(AuthPlan::Given { issuers }),
             }
         }
     }
@@ -290,7 +290,7 @@ impl IssuerVariables {
     }
 
     /// Returns the plan of development mode, with the values of the variables.
-    fn development(&self) -> Result<Plan, AuthSetupError> {
+    fn development(&self) -> Result<AuthPlan, AuthSetupError> {
         if let Some(given) = self
             .algorithm
             .clone()
@@ -301,7 +301,7 @@ impl IssuerVariables {
         let issuer = self
             .issuer_name()?
             .unwrap_or_else(|| DEVELOPMENT_ISSUER.to_owned());
-        Ok(Plan::Development {
+        Ok(AuthPlan::Development {
             issuer,
             audiences: vec![self.audience()],
         })
@@ -376,7 +376,7 @@ mod tests {
 
     fn issuers(settings: &AuthSettings) -> Vec<Issuer> {
         match plan(settings).unwrap() {
-            Plan::Given { issuers } => issuers,
+            AuthPlan::Given { issuers } => issuers,
             other => panic!("{other:?}"),
         }
     }
@@ -387,7 +387,7 @@ mod tests {
 
     #[test]
     fn nothing_at_all_is_development() {
-        let usual = Plan::Development {
+        let usual = AuthPlan::Development {
             issuer: "cellblock-development".to_owned(),
             audiences: vec!["mcp-pyexec".to_owned()],
         };
@@ -402,7 +402,7 @@ mod tests {
             ("MCP_AUDIENCE", "us"),
             ("MCP_ALGORITHM", "RS256"),
         ]);
-        let expected = Plan::Development {
+        let expected = AuthPlan::Development {
             issuer: "https://me".to_owned(),
             audiences: vec!["us".to_owned()],
         };
@@ -501,13 +501,13 @@ mod tests {
                 });
                 assert!(message.contains("take one of them away"), "{message}");
             }
-            assert!(matches!(plan(settings), Ok(Plan::Given { .. }))); // control
+            assert!(matches!(plan(settings), Ok(AuthPlan::Given { .. }))); // control
         }
         let off = AuthSettings {
             choice: AuthChoice::Off,
             ..AuthSettings::default()
         };
-        assert_eq!(plan(&off).unwrap(), Plan::Off); // control
+        assert_eq!(plan(&off).unwrap(), AuthPlan::Off); // control
     }
 
     #[test]

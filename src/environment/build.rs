@@ -19,7 +19,7 @@ use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
-use super::interpreter::{self, Interpreter};
+use super::interpreter::{self, BasePython};
 use super::lockfile::{LOCK_FILE, Lockfile};
 use super::record::{self, FORMAT, Record, Stamp};
 use super::resolve::{self, Audience, Wanted};
@@ -152,7 +152,7 @@ pub(super) async fn build(
 /// Also returns the lock that the environment was required to use, if any.
 fn kept_lock(
     spec: &EnvironmentSpec,
-    interpreter: &Interpreter,
+    interpreter: &BasePython,
     data_dir: &Path,
 ) -> Option<(Lockfile, Option<String>)> {
     let mut built = super::list(data_dir).into_iter().filter(|built| {
@@ -199,7 +199,7 @@ pub(super) async fn find_tools(
     data_dir: &Path,
     variables: &BTreeMap<String, String>,
     progress: Progress<'_>,
-) -> Result<(Interpreter, PathBuf), EnvironmentError> {
+) -> Result<(BasePython, PathBuf), EnvironmentError> {
     let uv = uv::find(variables, data_dir)?;
     match (interpreter::find(python, variables).await, uv) {
         (Ok(interpreter), Some(uv)) => Ok((interpreter, uv)),
@@ -251,7 +251,7 @@ async fn download_python(
     data_dir: &Path,
     variables: &BTreeMap<String, String>,
     progress: Progress<'_>,
-) -> Result<Interpreter, EnvironmentError> {
+) -> Result<BasePython, EnvironmentError> {
     let version = version_to_download(python);
     let mut variables = uv::installer_variables(variables);
     let mut found = String::new();
@@ -367,7 +367,7 @@ pub(super) async fn install(
 }
 
 /// Rewrites every host path in the tree to its inside path.
-fn turn_to_the_inside(tree: &Path, interpreter: &Interpreter) -> io::Result<()> {
+fn turn_to_the_inside(tree: &Path, interpreter: &BasePython) -> io::Result<()> {
     let bin = tree.join("bin");
     for entry in std::fs::read_dir(&bin)? {
         let path = entry?.path();
@@ -413,7 +413,7 @@ const NOT_COMPILED: &str = "/tests/";
 /// Compiles the modules below `tree`. The bytecode contains inside paths and is never checked
 /// against its source.
 pub(super) async fn compile(
-    interpreter: &Interpreter,
+    interpreter: &BasePython,
     tree: &Path,
     inside: &str,
 ) -> Result<(), EnvironmentError> {
@@ -460,7 +460,7 @@ pub(super) async fn compile(
 async fn check(
     spec: &EnvironmentSpec,
     staging: &Path,
-    interpreter: &Interpreter,
+    interpreter: &BasePython,
 ) -> Result<(), EnvironmentError> {
     let stand_in = tempfile::Builder::new()
         .prefix("check-")
@@ -532,7 +532,7 @@ for module in modules:
         where = spec.submodule_search_locations
 "#;
 
-pub(super) fn site_packages(tree: &Path, interpreter: &Interpreter) -> PathBuf {
+pub(super) fn site_packages(tree: &Path, interpreter: &BasePython) -> PathBuf {
     tree.join(format!("lib/python{}/site-packages", interpreter.line()))
 }
 
@@ -581,7 +581,7 @@ pub(super) fn remove_leftovers(folder: &Path, name: &EnvironmentName) {
     }
 }
 
-fn stamp(interpreter: &Interpreter) -> Result<Stamp, EnvironmentError> {
+fn stamp(interpreter: &BasePython) -> Result<Stamp, EnvironmentError> {
     Stamp::of(&interpreter.executable).map_err(while_doing("look at the interpreter"))
 }
 
@@ -598,7 +598,7 @@ mod tests {
         symlink("python", bin.join("python3")).unwrap();
         std::fs::write(bin.join("activate"), "VIRTUAL_ENV=/home/me").unwrap();
         std::fs::write(bin.join("ipython"), "#!/bin/sh").unwrap();
-        let interpreter = Interpreter {
+        let interpreter = BasePython {
             executable: "/home/me/py/bin/python3.12".into(),
             version: "3.12.1".to_owned(),
             base_prefix: "/home/me/py".into(),

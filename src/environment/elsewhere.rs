@@ -9,7 +9,7 @@ use std::io;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 
-use super::interpreter::Interpreter;
+use super::interpreter::BasePython;
 use super::resolve::{Audience, Wanted};
 use super::{
     EnvironmentError, EnvironmentProgress, Input, Lockfile, Progress, PythonRequest, build,
@@ -149,13 +149,13 @@ async fn tools(
     data_dir: &Path,
     variables: &BTreeMap<String, String>,
     progress: Progress<'_>,
-) -> Result<(Interpreter, PathBuf), EnvironmentError> {
+) -> Result<(BasePython, PathBuf), EnvironmentError> {
     progress(EnvironmentProgress::step("looking for uv"));
     build::find_tools(&PythonRequest::Any, data_dir, variables, progress).await
 }
 
 /// Replaces every reference in the tree to the Python that it was made with.
-fn turn_elsewhere(tree: &Path, interpreter: &Interpreter, elsewhere: &Elsewhere) -> io::Result<()> {
+fn turn_elsewhere(tree: &Path, interpreter: &BasePython, elsewhere: &Elsewhere) -> io::Result<()> {
     let bin = tree.join("bin");
     for entry in std::fs::read_dir(&bin)? {
         let path = entry?.path();
@@ -250,7 +250,7 @@ mod tests {
         }
         symlink("/home/me/bin/python3.11", tree.join("bin/python")).unwrap();
         symlink("python", tree.join("bin/python3.11")).unwrap();
-        let here = Interpreter {
+        let here = BasePython {
             executable: "/home/me/bin/python3.11".into(),
             version: "3.11.7".to_owned(),
             base_prefix: "/home/me".into(),

@@ -18,7 +18,7 @@ use super::{PYTHON_INSIDE, PythonRequest};
 
 /// A Python that environments can be built on.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Interpreter {
+pub(super) struct BasePython {
     /// The real file, below `base_prefix`.
     pub(super) executable: PathBuf,
     /// Such as `3.12.4`.
@@ -29,7 +29,7 @@ pub(super) struct Interpreter {
     pub(super) library_dir: Option<PathBuf>,
 }
 
-impl Interpreter {
+impl BasePython {
     /// Returns its minor version, such as `3.12`. Packages are chosen and installed for a minor
     /// version.
     pub(super) fn line(&self) -> String {
@@ -72,7 +72,7 @@ pub(super) fn is_system(path: &Path) -> bool {
 pub(super) async fn find(
     request: &PythonRequest,
     variables: &BTreeMap<String, String>,
-) -> Result<Interpreter, Vec<String>> {
+) -> Result<BasePython, Vec<String>> {
     let mut second_choice = None;
     let mut refusals = Vec::new();
     let search_path = variables.get("PATH").map_or("", String::as_str);
@@ -90,7 +90,7 @@ pub(super) async fn find(
 pub(super) async fn examine(
     candidate: &Path,
     request: &PythonRequest,
-) -> Result<Interpreter, String> {
+) -> Result<BasePython, String> {
     let testimony = question(candidate).await?;
     let finds_own_library = std::fs::read(&testimony.executable)
         .map(|program| contains(&program, b"$ORIGIN"))
@@ -166,7 +166,7 @@ fn assess(
     testimony: Testimony,
     request: &PythonRequest,
     finds_own_library: bool,
-) -> Result<Interpreter, String> {
+) -> Result<BasePython, String> {
     let Testimony {
         implementation,
         version,
@@ -216,7 +216,7 @@ fn assess(
         .and_then(|library| library.parent())
         .filter(|folder| !finds_own_library && !is_searched_by_the_loader(folder))
         .map(Path::to_owned);
-    Ok(Interpreter {
+    Ok(BasePython {
         executable,
         version,
         base_prefix,

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-use super::interpreter::Interpreter;
+use super::interpreter::BasePython;
 use super::{EnvironmentName, EnvironmentSpec, PythonRequest};
 
 /// Increased when the layout of environments changes, so that older ones are rebuilt.
@@ -105,7 +105,7 @@ impl Record {
 /// content. `locked` is the lock that it must be built from.
 pub(super) fn directory_name(
     spec: &EnvironmentSpec,
-    interpreter: &Interpreter,
+    interpreter: &BasePython,
     locked: Option<&str>,
 ) -> String {
     let builder = env!("CARGO_PKG_VERSION");
@@ -163,8 +163,8 @@ pub(super) fn installed_packages(site_packages: &Path) -> io::Result<Vec<String>
 mod tests {
     use super::*;
 
-    fn interpreter(version: &str, executable: &str) -> Interpreter {
-        Interpreter {
+    fn interpreter(version: &str, executable: &str) -> BasePython {
+        BasePython {
             executable: executable.into(),
             version: version.to_owned(),
             base_prefix: "/usr".into(),

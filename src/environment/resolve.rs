@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 
 use super::elsewhere::Elsewhere;
 use super::inputs::Input;
-use super::interpreter::Interpreter;
+use super::interpreter::BasePython;
 use super::lockfile::{Hashes, Lockfile};
 use super::{EnvironmentError, EnvironmentProgress, Progress, uv, while_doing};
 
@@ -25,7 +25,7 @@ pub(super) struct Wanted<'a> {
 /// the local one.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Audience<'a> {
-    pub(super) interpreter: &'a Interpreter,
+    pub(super) interpreter: &'a BasePython,
     pub(super) elsewhere: Option<&'a Elsewhere>,
 }
 

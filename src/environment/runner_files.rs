@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use super::interpreter::Interpreter;
+use super::interpreter::BasePython;
 use super::{Environment, EnvironmentError, RUNNER_INSIDE, build, record, while_doing};
 
 /// Name of the Python package.
@@ -106,7 +106,7 @@ pub async fn ensure_runner(
     for (name, content) in FILES {
         std::fs::write(package.join(name), content).map_err(while_doing("write the runner"))?;
     }
-    let interpreter = Interpreter {
+    let interpreter = BasePython {
         executable: environment.base_executable.clone(),
         version: environment.python_version.clone(),
         base_prefix: environment.base_prefix.clone(),

@@ -12,7 +12,7 @@ use tokio::io::{AsyncBufReadExt, AsyncRead, BufReader};
 use tokio::process::Command;
 use tokio::sync::mpsc;
 
-use super::interpreter::Interpreter;
+use super::interpreter::BasePython;
 use super::{EnvironmentError, EnvironmentProgress, Progress, while_doing};
 
 /// Maximum number of lines of installer output in an error.
@@ -110,7 +110,7 @@ pub(super) fn find(
 
 /// Installs uv below our own directory with pip, or with the pip of a new virtual environment.
 pub(super) async fn install(
-    interpreter: &Interpreter,
+    interpreter: &BasePython,
     variables: &BTreeMap<String, String>,
     data_dir: &Path,
     progress: Progress<'_>,
@@ -202,11 +202,11 @@ fn platforms(machine: &str) -> impl Iterator<Item = OsString> {
 
 /// A program that failed, with its last output.
 #[derive(Debug)]
-pub(super) struct Failure {
+pub(super) struct UvFailure {
     pub(super) output: String,
 }
 
-impl Failure {
+impl UvFailure {
     pub(super) fn during(self, attempt: &str) -> EnvironmentError {
         EnvironmentError::Installer {
             attempt: attempt.to_owned(),
@@ -305,8 +305,8 @@ pub(super) async fn run<A: AsRef<OsStr>>(
     arguments: impl IntoIterator<Item = A>,
     variables: &BTreeMap<String, String>,
     line: &mut (dyn FnMut(&str) + Send),
-) -> Result<(), Failure> {
-    let failed = |why: String| Failure { output: why };
+) -> Result<(), UvFailure> {
+    let failed = |why: String| UvFailure { output: why };
     let mut child = Command::new("/bin/sh")
         .args(["-c", "umask 022; exec \"$@\"", "sh"])
         .arg(program)
@@ -506,7 +506,7 @@ mod tests {
         .unwrap();
         std::fs::set_permissions(&executable, std::fs::Permissions::from_mode(0o755)).unwrap();
         let version = "3.11.2".to_owned();
-        let interpreter = Interpreter {
+        let interpreter = BasePython {
             executable,
             version,
             base_prefix: folder.path().to_owned(),
@@ -605,7 +605,9 @@ mod tests {
             ),
             (older_uv, "Connection refused (os error 111)"),
         ] {
-            let told = Failure { output }.during("install uv with pip").to_string();
+            let told = UvFailure { output }
+                .during("install uv with pip")
+                .to_string();
             let (first, cure) = told
                 .trim_start_matches("could not install uv with pip:\n")
                 .split_once('\n')

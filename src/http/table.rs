@@ -77,7 +77,7 @@ impl ConnectionTable {
 
     /// Adds a connection, in the place of another one if needed. Returns `None` when every
     /// connection that it competes with has an open authenticated request.
-    pub(super) fn admit(self: &Arc<ConnectionTable>, peer: IpAddr) -> Option<Place> {
+    pub(super) fn admit(self: &Arc<ConnectionTable>, peer: IpAddr) -> Option<TableSlot> {
         let peer = PeerNetwork::of(peer);
         let mut state = self.lock();
         let held = state
@@ -100,7 +100,7 @@ impl ConnectionTable {
             closed: closed.clone(),
         };
         state.connections.insert(id, connection);
-        Some(Place(OpenConnection {
+        Some(TableSlot(OpenConnection {
             table: Arc::clone(self),
             id,
             closed,
@@ -132,11 +132,11 @@ impl State {
 }
 
 /// Keeps a connection in the table until it is dropped.
-pub(super) struct Place(pub(super) OpenConnection);
+pub(super) struct TableSlot(pub(super) OpenConnection);
 
-impl Drop for Place {
+impl Drop for TableSlot {
     fn drop(&mut self) {
-        let Place(connection) = self;
+        let TableSlot(connection) = self;
         connection.table.lock().connections.remove(&connection.id);
     }
 }
@@ -219,7 +219,7 @@ mod tests {
     const FAR: &str = "192.0.2.1";
     const OTHER: &str = "192.0.2.2";
 
-    fn admit(table: &Arc<ConnectionTable>, peer: &str) -> Option<Place> {
+    fn admit(table: &Arc<ConnectionTable>, peer: &str) -> Option<TableSlot> {
         table.admit(peer.parse().unwrap())
     }
 
@@ -227,7 +227,7 @@ mod tests {
         tokio::time::advance(Duration::from_secs(1)).await;
     }
 
-    fn is_closed(Place(connection): &Place) -> bool {
+    fn is_closed(TableSlot(connection): &TableSlot) -> bool {
         connection.closed.is_cancelled()
     }
 

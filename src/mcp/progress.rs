@@ -23,7 +23,7 @@ const BETWEEN_SIGNS_OF_LIFE: Duration = Duration::from_secs(5);
 
 /// One report: seconds since the call began, always more than in the report before, and a sentence.
 #[derive(Debug, PartialEq)]
-pub(super) struct Report {
+pub(super) struct ProgressReport {
     pub(super) progress: f64,
     pub(super) message: String,
 }
@@ -57,7 +57,7 @@ impl Reporter {
     }
 
     /// Waits for the next thing worth reporting. Never ends by itself.
-    pub(super) async fn next(&mut self) -> Report {
+    pub(super) async fn next(&mut self) -> ProgressReport {
         let message = loop {
             let step = self.step();
             let (said_at, said) = match &self.last {
@@ -97,7 +97,7 @@ impl Reporter {
             .elapsed()
             .as_secs_f64()
             .max(self.last_progress + 0.001);
-        Report {
+        ProgressReport {
             progress: self.last_progress,
             message,
         }

@@ -19,12 +19,13 @@ use super::answers::{
     MAX_ANSWER_BYTES, Packed, Pin, REQUEST_FILE, Resolved, WantedPackages, checked_packages,
     stream_file,
 };
-use super::requirement::{Requirement, Source};
+use super::requirement::{Requirement, RequirementSource};
 use super::store::{Sharing, Store, StoreError, Tree, TreeKey};
 use super::stream::{Bounds, StreamError};
 use super::{BuildSandbox, BuildSandboxes};
 use super::{
-    Builds, IndexSettings, Installed, Limits, PACKAGES_INSIDE, Package, PackageError, Step, Tell,
+    Builds, IndexSettings, InstallLimits, InstallResult, PACKAGES_INSIDE, PackageError,
+    PackageVersion, Step, Tell,
 };
 
 /// The script that runs inside.
@@ -58,7 +59,7 @@ pub struct PackageRequest {
     pub upgrade: bool,
     /// The session's packages: those of its environment, then those installed into it. If a package
     /// occurs twice, the last one counts.
-    pub present: Vec<Package>,
+    pub present: Vec<PackageVersion>,
 }
 
 /// Installs packages for all sessions of a server.
@@ -66,7 +67,7 @@ pub struct PackageRequest {
 pub struct Installer {
     store: Arc<Store>,
     index: IndexSettings,
-    limits: Limits,
+    limits: InstallLimits,
     answers: Mutex<HashMap<Question, (Instant, Resolved)>>,
 }
 
@@ -80,14 +81,14 @@ struct Question {
 /// The packages selected for a request.
 struct Chosen {
     trees: Vec<Tree>,
-    already: Vec<Package>,
+    already: Vec<PackageVersion>,
     held_back: Vec<HeldBack>,
 }
 
 impl Installer {
     /// Creates an installer for one environment. Sessions of another environment need their own
     /// installer; they can share the store.
-    pub fn new(store: Arc<Store>, index: IndexSettings, limits: Limits) -> Installer {
+    pub fn new(store: Arc<Store>, index: IndexSettings, limits: InstallLimits) -> Installer {
         Installer {
             store,
             index,
@@ -113,7 +114,7 @@ impl Installer {
         request: &PackageRequest,
         build_sandboxes: &dyn BuildSandboxes,
         tell: Tell<'_>,
-    ) -> Result<Installed, PackageError> {
+    ) -> Result<InstallResult, PackageError> {
         let time = self.limits.time;
         let installing = self.install_in_time(request, build_sandboxes, tell);
         let result = tokio::time::timeout(time, installing)
@@ -135,7 +136,7 @@ impl Installer {
         request: &PackageRequest,
         build_sandboxes: &dyn BuildSandboxes,
         tell: Tell<'_>,
-    ) -> Result<Installed, PackageError> {
+    ) -> Result<InstallResult, PackageError> {
         let present: BTreeMap<&str, &str> = request
             .present
             .iter()
@@ -169,7 +170,7 @@ impl Installer {
             .await?
         };
         for name in satisfied.into_iter().filter_map(Requirement::name) {
-            let package = Package::new(name, present[name]);
+            let package = PackageVersion::new(name, present[name]);
             if !chosen.already.contains(&package) {
                 chosen.already.push(package);
             }
@@ -209,7 +210,7 @@ impl Job<'_> {
         if self
             .open
             .iter()
-            .any(|requirement| matches!(requirement.source(), Source::Code(_)))
+            .any(|requirement| matches!(requirement.source(), RequirementSource::Code(_)))
         {
             return self.build(None).await;
         }
@@ -249,7 +250,7 @@ impl Job<'_> {
             resolved.pins.into_iter().partition(|pin| self.has(pin));
         let already = already
             .iter()
-            .map(|pin| Package::new(&pin.name, pin.version.as_deref().unwrap_or_default()))
+            .map(|pin| PackageVersion::new(&pin.name, pin.version.as_deref().unwrap_or_default()))
             .collect();
         let trees = self.trees_for(&needed, &resolved.tag, &mut sandbox).await?;
         Ok(Chosen {
@@ -383,7 +384,7 @@ impl Job<'_> {
             .filter_map(|requirement| requirement.name());
         let unchanged = named.filter(|name| packed.iter().all(|package| package.name != **name));
         let already = unchanged
-            .filter_map(|name| Some(Package::new(name, self.present.get(name)?)))
+            .filter_map(|name| Some(PackageVersion::new(name, self.present.get(name)?)))
             .collect();
         Ok(Chosen {
             trees,
@@ -421,7 +422,7 @@ impl Job<'_> {
         let mut trees = Vec::new();
         let limit = self.installer.limits.bytes;
         for (number, package) in packed.iter().enumerate() {
-            let told = Package::new(&package.name, &package.version);
+            let told = PackageVersion::new(&package.name, &package.version);
             (self.tell)(Step::Adding {
                 package: told,
                 done: number,
@@ -499,8 +500,10 @@ impl Job<'_> {
             self.open
                 .iter()
                 .filter_map(|requirement| match requirement.source() {
-                    Source::Wheel(location) | Source::Code(location) => Some(location.to_string()),
-                    Source::Index => None,
+                    RequirementSource::Wheel(location) | RequirementSource::Code(location) => {
+                        Some(location.to_string())
+                    }
+                    RequirementSource::Index => None,
                 }),
         );
         rules.dedup();
@@ -582,7 +585,7 @@ impl Job<'_> {
         let from_index = self
             .open
             .iter()
-            .all(|requirement| *requirement.source() == Source::Index);
+            .all(|requirement| *requirement.source() == RequirementSource::Index);
         let mut requirements: Vec<String> = self
             .open
             .iter()
@@ -654,15 +657,15 @@ impl Job<'_> {
     }
 }
 
-fn report(request: &PackageRequest, chosen: Chosen) -> Installed {
+fn report(request: &PackageRequest, chosen: Chosen) -> InstallResult {
     let Chosen {
         trees,
         already,
         held_back,
     } = chosen;
-    let added: Vec<Package> = trees
+    let added: Vec<PackageVersion> = trees
         .iter()
-        .map(|tree| Package::new(&tree.record.package, &tree.record.version))
+        .map(|tree| PackageVersion::new(&tree.record.package, &tree.record.version))
         .collect();
     let mut lines = Vec::new();
     for name in request.requirements.iter().filter_map(Requirement::name) {
@@ -675,7 +678,7 @@ fn report(request: &PackageRequest, chosen: Chosen) -> Installed {
     }
     lines.dedup();
     if !added.is_empty() {
-        let names: Vec<String> = added.iter().map(Package::to_string).collect();
+        let names: Vec<String> = added.iter().map(PackageVersion::to_string).collect();
         lines.push(format!("Successfully installed {}", names.join(" ")));
     }
     lines.extend(held_back.iter().map(remark));
@@ -684,7 +687,7 @@ fn report(request: &PackageRequest, chosen: Chosen) -> Installed {
             .push("Nothing had to be installed: no requirement applies to this Python.".to_owned());
     }
     let is_private = |tree: &&Tree| tree.record.sharing == Sharing::Private;
-    Installed {
+    InstallResult {
         paths: trees
             .iter()
             .map(|tree| Path::new(PACKAGES_INSIDE).join(tree.name.as_str()))

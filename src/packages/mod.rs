@@ -40,8 +40,8 @@ use async_trait::async_trait;
 pub use index::{FileHosts, IndexError, IndexSettings, IndexUrl, Proxies};
 pub use installer::{Installer, PackageRequest};
 pub use requirement::{
-    Location, MAX_REQUIREMENT_LENGTH, MAX_REQUIREMENTS, Requirement, RequirementError, Source,
-    normalised,
+    Location, MAX_REQUIREMENT_LENGTH, MAX_REQUIREMENTS, Requirement, RequirementError,
+    RequirementSource, normalised,
 };
 pub use store::{Room, Sharing, Store, StoreError, Tree, TreeKey, TreeName, TreeRecord};
 pub use stream::{Bounds, StreamError};
@@ -51,29 +51,29 @@ pub const PACKAGES_INSIDE: &str = "/opt/cellblock/packages";
 
 /// One version of a distribution.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Package {
+pub struct PackageVersion {
     /// Normalised name.
     pub name: String,
     pub version: String,
 }
 
-impl Package {
-    pub fn new(name: &str, version: &str) -> Package {
-        Package {
+impl PackageVersion {
+    pub fn new(name: &str, version: &str) -> PackageVersion {
+        PackageVersion {
             name: normalised(name),
             version: version.to_owned(),
         }
     }
 
     /// Parses `name==version`, the form in which environments record their packages.
-    pub fn parse(text: &str) -> Option<Package> {
+    pub fn parse(text: &str) -> Option<PackageVersion> {
         let (name, version) = text.split_once("==")?;
         (requirement::is_name(name) && requirement::is_version(version))
-            .then(|| Package::new(name, version))
+            .then(|| PackageVersion::new(name, version))
     }
 }
 
-impl fmt::Display for Package {
+impl fmt::Display for PackageVersion {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(formatter, "{}-{}", self.name, self.version)
     }
@@ -81,12 +81,12 @@ impl fmt::Display for Package {
 
 /// Result of an installation.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Installed {
+pub struct InstallResult {
     /// Directories inside, to prepend to the session's `sys.path` in this order.
     pub paths: Vec<PathBuf>,
-    pub added: Vec<Package>,
+    pub added: Vec<PackageVersion>,
     /// Required packages that the session already had.
-    pub already: Vec<Package>,
+    pub already: Vec<PackageVersion>,
     /// Trees that belong to this session alone. Call `Store::remove` on them when the session and
     /// its copies have ended.
     pub private: Vec<TreeName>,
@@ -96,7 +96,7 @@ pub struct Installed {
 
 /// Limits of one installation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Limits {
+pub struct InstallLimits {
     /// Total time from the request to the last tree.
     pub time: Duration,
     /// Total size of all new trees.
@@ -111,9 +111,9 @@ pub struct Limits {
     pub disk: u64,
 }
 
-impl Default for Limits {
-    fn default() -> Limits {
-        Limits {
+impl Default for InstallLimits {
+    fn default() -> InstallLimits {
+        InstallLimits {
             time: Duration::from_secs(300),
             bytes: 2 << 30,
             files: 50_000,
@@ -140,7 +140,7 @@ pub enum Step {
     },
     Building,
     Adding {
-        package: Package,
+        package: PackageVersion,
         done: usize,
         total: usize,
     },

@@ -26,13 +26,13 @@ pub const MAX_REQUIREMENT_LENGTH: usize = 500;
 pub struct Requirement {
     text: String,
     name: Option<String>,
-    source: Source,
+    source: RequirementSource,
     is_plain: bool,
 }
 
 /// Source of a requirement.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Source {
+pub enum RequirementSource {
     /// The configured index.
     Index,
     /// One wheel on a host that the policy allows. Installing it runs none of its code.
@@ -104,7 +104,7 @@ impl Requirement {
             why,
         })?;
         match &read.source {
-            Source::Wheel(location) | Source::Code(location)
+            RequirementSource::Wheel(location) | RequirementSource::Code(location)
                 if !allows_host(&location.host, location.port) =>
             {
                 Err(RequirementError::HostNotAllowed {
@@ -142,7 +142,7 @@ impl Requirement {
     }
 
     /// Returns the source.
-    pub fn source(&self) -> &Source {
+    pub fn source(&self) -> &RequirementSource {
         &self.source
     }
 
@@ -238,7 +238,7 @@ fn read_named(text: &str) -> Result<Requirement, &'static str> {
     Ok(Requirement {
         text: text.to_owned(),
         name: Some(normalised(name)),
-        source: Source::Index,
+        source: RequirementSource::Index,
         is_plain: !has_extras && rest.is_empty(),
     })
 }
@@ -326,12 +326,12 @@ fn read_address(
     fragment.map_or(Ok(()), check_fragment)?;
     let source = if is_git {
         check_repository(path)?;
-        Source::Code(location)
+        RequirementSource::Code(location)
     } else {
         let file = path.split('?').next().unwrap_or(path);
         match file {
-            _ if file.ends_with(".whl") => Source::Wheel(location),
-            _ if file.ends_with(".tar.gz") => Source::Code(location),
+            _ if file.ends_with(".whl") => RequirementSource::Wheel(location),
+            _ if file.ends_with(".tar.gz") => RequirementSource::Code(location),
             _ => return Err("an https:// address must lead to a .whl or .tar.gz file"),
         }
     };
@@ -456,7 +456,7 @@ mod tests {
             let read = parse(text).unwrap_or_else(|why| panic!("{text:?}: {why}"));
             assert_eq!(
                 (read.name(), read.source(), read.text()),
-                (Some(name), &Source::Index, text.trim())
+                (Some(name), &RequirementSource::Index, text.trim())
             );
         }
     }
@@ -561,7 +561,7 @@ mod tests {
         let wheel = parse("https://example.com/a/x-1.0-py3-none-any.whl").unwrap();
         assert_eq!(
             (wheel.name(), wheel.source()),
-            (None, &Source::Wheel(here()))
+            (None, &RequirementSource::Wheel(here()))
         );
         let named = parse(
             "X_y[fast] @ https://EXAMPLE.com:443/x.tar.gz#sha256="
@@ -573,7 +573,7 @@ mod tests {
             parse("X_y[fast] @ https://EXAMPLE.com:443/x.tar.gz ; python_version > '3'").unwrap();
         assert_eq!(
             (named.name(), named.source()),
-            (Some("x-y"), &Source::Code(here()))
+            (Some("x-y"), &RequirementSource::Code(here()))
         );
         for good in [
             "git+https://example.com/a/b.git@v1.0#subdirectory=py/x&egg=b",
@@ -581,7 +581,7 @@ mod tests {
         ] {
             assert_eq!(
                 parse(good).unwrap().source(),
-                &Source::Code(here()),
+                &RequirementSource::Code(here()),
                 "{good:?}"
             );
         }

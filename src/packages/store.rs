@@ -473,7 +473,7 @@ impl Store {
     fn compare(
         &self,
         tree: &Tree,
-        found: io::Result<stream::Listing>,
+        found: io::Result<stream::TreeListing>,
         expected: &str,
     ) -> Result<(), StoreError> {
         match found {
@@ -536,7 +536,7 @@ impl Store {
 }
 
 /// Determines the distribution of a tree from the name of its only `.dist-info` directory.
-fn described(listing: &stream::Listing) -> Option<(String, String)> {
+fn described(listing: &stream::TreeListing) -> Option<(String, String)> {
     let folders = listing
         .keys()
         .filter_map(|path| path.split_once('/')?.0.strip_suffix(".dist-info"));
@@ -548,7 +548,7 @@ fn described(listing: &stream::Listing) -> Option<(String, String)> {
     fits.then(|| (super::requirement::normalised(name), version.to_owned()))
 }
 
-fn without_contents(mut listing: stream::Listing) -> stream::Listing {
+fn without_contents(mut listing: stream::TreeListing) -> stream::TreeListing {
     listing.values_mut().for_each(|entry| entry.content = None);
     listing
 }

@@ -66,10 +66,10 @@ pub(super) struct StreamEntry {
 }
 
 /// All files of a tree by path.
-pub(super) type Listing = BTreeMap<String, StreamEntry>;
+pub(super) type TreeListing = BTreeMap<String, StreamEntry>;
 
 /// Returns the hash of a listing: paths, sizes and kinds, and contents where they are known.
-pub(super) fn hash_of(listing: &Listing) -> String {
+pub(super) fn hash_of(listing: &TreeListing) -> String {
     let mut hash = Sha256::new();
     for (path, entry) in listing {
         // Paths contain no NUL, so two different listings never give the same bytes.
@@ -85,7 +85,7 @@ pub(super) fn hash_of(listing: &Listing) -> String {
 }
 
 /// Returns the hash of a listing's change times.
-pub(super) fn stamp_of(listing: &Listing) -> String {
+pub(super) fn stamp_of(listing: &TreeListing) -> String {
     let mut hash = Sha256::new();
     for (
         path,
@@ -128,9 +128,9 @@ pub(super) fn unpack(
     stream: impl Read,
     folder: &Path,
     bounds: Bounds,
-) -> Result<Listing, StreamError> {
+) -> Result<TreeListing, StreamError> {
     let mut stream = BufReader::with_capacity(1 << 16, stream);
-    let mut listing = Listing::new();
+    let mut listing = TreeListing::new();
     let mut left = bounds.bytes;
     loop {
         let line = header_line(&mut stream)?;
@@ -176,7 +176,11 @@ fn header_line(stream: &mut impl BufRead) -> Result<Vec<u8>, StreamError> {
     }
 }
 
-fn finish(mut stream: impl Read, listing: Listing, count: u64) -> Result<Listing, StreamError> {
+fn finish(
+    mut stream: impl Read,
+    listing: TreeListing,
+    count: u64,
+) -> Result<TreeListing, StreamError> {
     if count != listing.len() as u64 {
         return Err(StreamError::Malformed(
             "the number of files is not what it says",
@@ -265,8 +269,8 @@ fn write_file(
 }
 
 /// Lists the files below `folder`. Fails on anything other than plain files and directories.
-pub(super) fn list(folder: &Path, with_contents: bool) -> io::Result<Listing> {
-    let mut listing = Listing::new();
+pub(super) fn list(folder: &Path, with_contents: bool) -> io::Result<TreeListing> {
+    let mut listing = TreeListing::new();
     let mut folders = vec![String::new()];
     while let Some(prefix) = folders.pop() {
         for entry in fs::read_dir(folder.join(&prefix))? {
@@ -347,7 +351,7 @@ pub(super) mod tests {
     fn unpack_into(
         bytes: &[u8],
         bounds: Bounds,
-    ) -> (tempfile::TempDir, Result<Listing, StreamError>) {
+    ) -> (tempfile::TempDir, Result<TreeListing, StreamError>) {
         let folder = tempfile::tempdir().unwrap();
         let place = folder.path().join("deep/tree");
         fs::create_dir_all(&place).unwrap();
@@ -511,7 +515,7 @@ pub(super) mod tests {
             content,
             changed: (0, 0),
         };
-        let one = |path: &str, entry| hash_of(&Listing::from([(path.to_owned(), entry)]));
+        let one = |path: &str, entry| hash_of(&TreeListing::from([(path.to_owned(), entry)]));
         let base = one("a", entry(1, false, Some([1; 32])));
         assert_eq!(base, one("a", entry(1, false, Some([1; 32]))));
         for other in [

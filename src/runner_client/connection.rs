@@ -60,7 +60,7 @@ const PIPE_FILE_SYSTEM: u64 = 0x5049_5045;
 
 /// Input from inside, in order.
 #[derive(Debug, PartialEq)]
-pub enum Event {
+pub enum RunnerEvent {
     Text {
         pipe: Pipe,
         bytes: Vec<u8>,
@@ -137,7 +137,7 @@ type Read = Result<(Claim, Option<u32>), FrameError>;
 
 /// Result of a step.
 enum Step {
-    Event(Event),
+    Event(RunnerEvent),
     /// Nothing more can be done without waiting.
     Wait,
     /// The step read its maximum. There may be more.
@@ -188,7 +188,7 @@ impl Connection {
             late: LateStream::No,
         };
         match connection.next().await? {
-            Event::Claim(Claim::Hello {
+            RunnerEvent::Claim(Claim::Hello {
                 version: VERSION,
                 marker,
                 copy,
@@ -199,10 +199,10 @@ impl Connection {
                 connection.adopt_pipes()?;
                 Ok(connection)
             }
-            Event::Claim(Claim::Hello { version, .. }) => {
+            RunnerEvent::Claim(Claim::Hello { version, .. }) => {
                 Err(ConnectionError::Version { found: version })
             }
-            Event::Closed => Err(ConnectionError::Gone),
+            RunnerEvent::Closed => Err(ConnectionError::Gone),
             _ => Err(ConnectionError::NoHello),
         }
     }
@@ -231,7 +231,7 @@ impl Connection {
     }
 
     /// Waits for the next event.
-    pub async fn next(&mut self) -> Result<Event, ConnectionError> {
+    pub async fn next(&mut self) -> Result<RunnerEvent, ConnectionError> {
         std::future::poll_fn(|context| {
             let polled = self.poll_next(context);
             if polled.is_pending() {
@@ -244,7 +244,7 @@ impl Connection {
 
     /// Returns the next event that needs no waiting. After `hang_up` there always is one, and
     /// `Closed` is the last.
-    pub fn next_now(&mut self) -> Result<Option<Event>, ConnectionError> {
+    pub fn next_now(&mut self) -> Result<Option<RunnerEvent>, ConnectionError> {
         loop {
             if let Some((frame, _)) = self.decoding.take() {
                 let read = cellblock_json::decode_now(|| claim::read(frame));
@@ -310,7 +310,10 @@ impl Connection {
         self.sent = 0;
     }
 
-    fn poll_next(&mut self, context: &mut Context<'_>) -> Poll<Result<Event, ConnectionError>> {
+    fn poll_next(
+        &mut self,
+        context: &mut Context<'_>,
+    ) -> Poll<Result<RunnerEvent, ConnectionError>> {
         loop {
             if let Some((_, decoding)) = &mut self.decoding {
                 if let Poll::Ready(read) = decoding.as_mut().poll(context) {
@@ -319,7 +322,7 @@ impl Connection {
                         return Poll::Ready(Ok(event));
                     }
                 } else if self.is_sending() && self.poll_write(context)?.is_ready() {
-                    return Poll::Ready(Ok(Event::Sent));
+                    return Poll::Ready(Ok(RunnerEvent::Sent));
                 } else {
                     return Poll::Pending;
                 }
@@ -334,7 +337,7 @@ impl Connection {
                 }
             }
             if self.is_sending() && self.poll_write(context)?.is_ready() {
-                return Poll::Ready(Ok(Event::Sent));
+                return Poll::Ready(Ok(RunnerEvent::Sent));
             }
             // Data behind a pending frame stays in the channel, because its amount is unknown.
             let mut progress = self.pending.is_none() && self.poll_channel(context)?.is_ready();
@@ -362,7 +365,7 @@ impl Connection {
     fn poll_frame_timeout(
         &mut self,
         context: &mut Context<'_>,
-    ) -> Poll<Result<Event, ConnectionError>> {
+    ) -> Poll<Result<RunnerEvent, ConnectionError>> {
         if self.ending != Ending::Open || self.decoder.is_empty() {
             self.frame_timeout = None;
             return Poll::Pending;
@@ -381,10 +384,10 @@ impl Connection {
     fn step(&mut self) -> Result<Step, ConnectionError> {
         loop {
             if let Some((pipe, bytes)) = self.merger.pop() {
-                return Ok(Step::Event(Event::Text { pipe, bytes }));
+                return Ok(Step::Event(RunnerEvent::Text { pipe, bytes }));
             }
             if let Some((pipe, bytes)) = self.stray.take() {
-                return Ok(Step::Event(Event::Stray { pipe, bytes }));
+                return Ok(Step::Event(RunnerEvent::Stray { pipe, bytes }));
             }
             if self.left == 0 {
                 return Ok(Step::Paused);
@@ -431,7 +434,7 @@ impl Connection {
             }
             match self.ending {
                 Ending::Open => return Ok(Step::Wait),
-                Ending::Over => return Ok(Step::Event(Event::Closed)),
+                Ending::Over => return Ok(Step::Event(RunnerEvent::Closed)),
                 Ending::Draining { .. } => {
                     let read = Pipe::BOTH.map(|pipe| self.read_pipe_now(pipe));
                     if read == [0, 0] {
@@ -462,7 +465,7 @@ impl Connection {
     /// is an event at once.
     ///
     /// A frame with a large header is decoded on another thread.
-    fn take_frame(&mut self) -> Result<Option<Event>, ConnectionError> {
+    fn take_frame(&mut self) -> Result<Option<RunnerEvent>, ConnectionError> {
         let Some(frame) = self.decoder.next()? else {
             return Ok(None);
         };
@@ -475,7 +478,7 @@ impl Connection {
         Ok(None)
     }
 
-    fn take_claim(&mut self, read: Read) -> Result<Option<Event>, ConnectionError> {
+    fn take_claim(&mut self, read: Read) -> Result<Option<RunnerEvent>, ConnectionError> {
         let (claim, seq) = self.check_descriptors(read?)?;
         match seq {
             Some(seq) => {
@@ -508,7 +511,7 @@ impl Connection {
         Ok((claim, seq))
     }
 
-    fn event_of(&mut self, mut claim: Claim) -> Result<Event, ConnectionError> {
+    fn event_of(&mut self, mut claim: Claim) -> Result<RunnerEvent, ConnectionError> {
         match &mut claim {
             Claim::Started { rotated: true, .. } => self.adopt_pipes()?,
             Claim::Ask {
@@ -523,7 +526,7 @@ impl Connection {
             }
             _ => {}
         }
-        Ok(Event::Claim(claim))
+        Ok(RunnerEvent::Claim(claim))
     }
 
     /// Replaces the pipes with the two descriptors that came with a frame.
@@ -916,8 +919,8 @@ mod tests {
         )
     }
 
-    fn text(pipe: Pipe, text: &str) -> Event {
-        Event::Text {
+    fn text(pipe: Pipe, text: &str) -> RunnerEvent {
+        RunnerEvent::Text {
             pipe,
             bytes: text.as_bytes().to_vec(),
         }
@@ -938,14 +941,14 @@ mod tests {
         assert_eq!(connection.next().await.unwrap(), text(Pipe::Out, "second"));
         assert_eq!(
             connection.next().await.unwrap(),
-            Event::Claim(Claim::Clear { id: 1, wait: false })
+            RunnerEvent::Claim(Claim::Clear { id: 1, wait: false })
         );
         assert_eq!(connection.next().await.unwrap(), text(Pipe::Out, "third"));
     }
 
     /// Writes a text before a marker and one behind it; the second copy of the marker arrives later
     /// than the text. Returns the events for both.
-    async fn events_out_of_step(skew: Duration) -> [Event; 2] {
+    async fn events_out_of_step(skew: Duration) -> [RunnerEvent; 2] {
         let (mut connection, mut inside) = connect_with(skew).await;
         inside.write(Pipe::Out, &marker(1, b'P'));
         inside.write(Pipe::Out, b"second");
@@ -1009,7 +1012,10 @@ mod tests {
                 event = connection.next() => event.unwrap(),
                 () = flood => unreachable!("it waits"),
             };
-            assert_eq!(event, Event::Claim(Claim::Clear { id: 1, wait: false }));
+            assert_eq!(
+                event,
+                RunnerEvent::Claim(Claim::Clear { id: 1, wait: false })
+            );
             assert!(sent <= 1 << 20, "{sent} bytes were taken in the meantime");
         }
     }
@@ -1032,7 +1038,7 @@ mod tests {
         let (_, heard) = tokio::join!(slowly, connection.next());
         assert!(matches!(
             heard.unwrap(),
-            Event::Claim(Claim::Written { id: 1, .. })
+            RunnerEvent::Claim(Claim::Written { id: 1, .. })
         ));
         inside.channel.write_all(&frame[..5]).await.unwrap();
         assert!(matches!(
@@ -1053,7 +1059,7 @@ mod tests {
         );
         assert_eq!(
             connection.next().await.unwrap(),
-            Event::Claim(Claim::Started {
+            RunnerEvent::Claim(Claim::Started {
                 id: 2,
                 rotated: true
             })
@@ -1068,7 +1074,7 @@ mod tests {
             Pipe::Err,
             &[&marker(9, b'P')[..], b"of an earlier cell"].concat(),
         );
-        let stray = Event::Stray {
+        let stray = RunnerEvent::Stray {
             pipe: Pipe::Err,
             bytes: b"of an earlier cell".to_vec(),
         };
@@ -1138,15 +1144,15 @@ mod tests {
         json!({"type": "value", "id": 1, "seq": seq, "data": {"text/plain": "x".repeat(200_000)}})
     }
 
-    fn kind(event: &Event) -> &'static str {
+    fn kind(event: &RunnerEvent) -> &'static str {
         match event {
-            Event::Text { .. } => "text",
-            Event::Stray { .. } => "stray",
-            Event::Claim(Claim::Value { .. }) => "value",
-            Event::Claim(Claim::Clear { .. }) => "clear",
-            Event::Claim(_) => "other claim",
-            Event::Sent => "sent",
-            Event::Closed => "closed",
+            RunnerEvent::Text { .. } => "text",
+            RunnerEvent::Stray { .. } => "stray",
+            RunnerEvent::Claim(Claim::Value { .. }) => "value",
+            RunnerEvent::Claim(Claim::Clear { .. }) => "clear",
+            RunnerEvent::Claim(_) => "other claim",
+            RunnerEvent::Sent => "sent",
+            RunnerEvent::Closed => "closed",
         }
     }
 
@@ -1199,7 +1205,7 @@ mod tests {
             connection
                 .next_now()
                 .unwrap()
-                .filter(|event| *event != Event::Closed)
+                .filter(|event| *event != RunnerEvent::Closed)
         });
         assert_eq!(
             events.map(|event| kind(&event)).collect::<Vec<_>>(),
@@ -1241,7 +1247,7 @@ mod tests {
         // Processes left behind keep writing after the end, and the end is still reported.
         drop(channel);
         connection.hang_up().unwrap();
-        while connection.next_now().unwrap() != Some(Event::Closed) {}
+        while connection.next_now().unwrap() != Some(RunnerEvent::Closed) {}
         end.store(true, std::sync::atomic::Ordering::Relaxed);
         drop(connection);
         writers
@@ -1273,7 +1279,7 @@ mod tests {
         let mut reported = 0;
         let reads = async {
             loop {
-                if let Event::Text { bytes, .. } = connection.next().await.unwrap() {
+                if let RunnerEvent::Text { bytes, .. } = connection.next().await.unwrap() {
                     reported += bytes.len();
                     if reported % (100 * 500) == 0 {
                         write_100(&mut inside);
@@ -1301,7 +1307,7 @@ mod tests {
             connection.next().await.unwrap(),
             text(Pipe::Out, "last words")
         );
-        assert_eq!(connection.next().await.unwrap(), Event::Closed);
+        assert_eq!(connection.next().await.unwrap(), RunnerEvent::Closed);
     }
 
     #[tokio::test]
@@ -1312,10 +1318,10 @@ mod tests {
         connection.hang_up().unwrap();
         assert_eq!(
             connection.next().await.unwrap(),
-            Event::Claim(Claim::Unknown)
+            RunnerEvent::Claim(Claim::Unknown)
         );
         assert_eq!(connection.next().await.unwrap(), text(Pipe::Out, "a"));
-        assert_eq!(connection.next().await.unwrap(), Event::Closed);
+        assert_eq!(connection.next().await.unwrap(), RunnerEvent::Closed);
     }
 
     #[tokio::test]
@@ -1335,10 +1341,10 @@ mod tests {
                 .unwrap();
             inside
         });
-        assert_eq!(connection.next().await.unwrap(), Event::Sent);
+        assert_eq!(connection.next().await.unwrap(), RunnerEvent::Sent);
         assert!(!connection.is_sending());
         drop(reader.await.unwrap());
-        assert_eq!(connection.next().await.unwrap(), Event::Closed);
+        assert_eq!(connection.next().await.unwrap(), RunnerEvent::Closed);
     }
 
     #[tokio::test]

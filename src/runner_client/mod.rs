@@ -19,7 +19,7 @@ pub use claim::{
     ClaimedVariable, CopiedFiles, CopyReport, DoneClaim, FileFailure, HostCall, MAX_LISTED,
     OutputPipes,
 };
-pub use connection::{Connection, ConnectionError, Event};
+pub use connection::{Connection, ConnectionError, RunnerEvent};
 pub use frame::{FrameError, MAX_FRAME_BYTES, encode};
 pub use merge::Pipe;
 pub use request::{HostCallAnswer, ModuleFile, Request};

@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 use tokio::sync::oneshot;
 use tokio::time::Instant;
 
-use super::driver::{DriverCommand, Shared};
+use super::driver::{DriverCommand, SharedSession};
 use super::{ExecutionHandle, ExecutionRef, Principal, Refused, SessionId, Sessions};
 use crate::approval::{
     self, ApprovalAnswer, ApprovalStore, ApprovalStoreError, PermissionScope, Policy, Rendering,
@@ -400,7 +400,7 @@ impl Sessions {
     pub(super) fn approve_install(
         &self,
         (owner, id): (&Principal, &SessionId),
-        shared: &Shared,
+        shared: &SharedSession,
         requirements: &[String],
         asking: Approver,
         answer: Option<Decision>,
@@ -464,7 +464,7 @@ impl Sessions {
     }
 }
 
-impl Shared {
+impl SharedSession {
     fn wait_with_install(&self, install: WaitingInstall, now: Instant) {
         let mut waiting = self.installs();
         waiting.retain(|known| known.until > now);
@@ -490,7 +490,7 @@ impl Shared {
 
 /// Stores a permission for the duration that the person chose.
 pub(super) fn keep(
-    shared: &Shared,
+    shared: &SharedSession,
     approvals: &Approvals,
     owner: &Principal,
     subject: &Subject,

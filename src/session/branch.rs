@@ -13,7 +13,7 @@ pub const MAX_VARIANTS: usize = 16;
 
 /// Whether cells can be undone, and how much is kept for it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Undo {
+pub enum UndoPolicy {
     On {
         /// Number of copies kept per session, at least one. The oldest are dropped first.
         checkpoints: usize,
@@ -25,9 +25,9 @@ pub enum Undo {
     Off,
 }
 
-impl Default for Undo {
-    fn default() -> Undo {
-        Undo::On {
+impl Default for UndoPolicy {
+    fn default() -> UndoPolicy {
+        UndoPolicy::On {
             checkpoints: 10,
             files: 64 * 1024 * 1024,
         }

@@ -52,7 +52,7 @@ pub(super) enum ExecutionStage {
 
 /// One run of code, as seen by its followers.
 #[derive(Debug)]
-pub(super) struct Execution {
+pub(super) struct RegisteredExecution {
     pub(super) handle: ExecutionHandle,
     pub(super) request: RequestId,
     pub(super) entered: Instant,
@@ -65,7 +65,7 @@ pub(super) struct Execution {
     approvals: watch::Sender<Vec<ApprovalRequest>>,
 }
 
-impl Execution {
+impl RegisteredExecution {
     /// Returns a watch on its progress.
     pub(super) fn follow(&self) -> watch::Receiver<ExecutionStage> {
         self.stage.subscribe()
@@ -147,9 +147,9 @@ pub(super) struct ExecutionRegistry {
 #[derive(Debug, Default)]
 struct Lists {
     /// Executions in progress and uncollected ones, in the order of their arrival.
-    open: VecDeque<Arc<Execution>>,
+    open: VecDeque<Arc<RegisteredExecution>>,
     /// The last collected execution.
-    last: Option<Arc<Execution>>,
+    last: Option<Arc<RegisteredExecution>>,
     /// Results discarded before they were collected, since this was last reported.
     discarded: usize,
 }
@@ -168,14 +168,14 @@ impl ExecutionRegistry {
         self: &Arc<ExecutionRegistry>,
         request: RequestId,
         first_line: String,
-    ) -> (Arc<Execution>, ExecutionReporter) {
+    ) -> (Arc<RegisteredExecution>, ExecutionReporter) {
         let mut lists = self.lists();
         let ahead = lists
             .open
             .iter()
             .filter(|execution| !execution.is_over())
             .count();
-        let execution = Arc::new(Execution {
+        let execution = Arc::new(RegisteredExecution {
             handle: ExecutionHandle::random(),
             request,
             entered: Instant::now(),
@@ -196,20 +196,20 @@ impl ExecutionRegistry {
     }
 
     /// Removes an execution whose submission was refused immediately.
-    pub(super) fn withdraw(&self, execution: &Arc<Execution>) {
+    pub(super) fn withdraw(&self, execution: &Arc<RegisteredExecution>) {
         self.lists()
             .open
             .retain(|known| !Arc::ptr_eq(known, execution));
     }
 
     /// Returns the first execution whose result was not collected, or else the last one.
-    pub(super) fn first(&self) -> Option<Arc<Execution>> {
+    pub(super) fn first(&self) -> Option<Arc<RegisteredExecution>> {
         let lists = self.lists();
         lists.open.front().or(lists.last.as_ref()).cloned()
     }
 
     /// Returns the first execution in progress.
-    pub(super) fn first_in_progress(&self) -> Option<Arc<Execution>> {
+    pub(super) fn first_in_progress(&self) -> Option<Arc<RegisteredExecution>> {
         self.lists()
             .open
             .iter()
@@ -217,7 +217,7 @@ impl ExecutionRegistry {
             .cloned()
     }
 
-    pub(super) fn find(&self, handle: &ExecutionHandle) -> Option<Arc<Execution>> {
+    pub(super) fn find(&self, handle: &ExecutionHandle) -> Option<Arc<RegisteredExecution>> {
         let lists = self.lists();
         lists
             .open
@@ -228,7 +228,7 @@ impl ExecutionRegistry {
     }
 
     /// Returns a summary of the session's other executions.
-    pub(super) fn others(&self, execution: &Execution) -> Others {
+    pub(super) fn others(&self, execution: &RegisteredExecution) -> Others {
         self.lists().others(execution)
     }
 
@@ -236,7 +236,7 @@ impl ExecutionRegistry {
     /// the number of discarded results.
     pub(super) fn collect(
         &self,
-        execution: &Arc<Execution>,
+        execution: &Arc<RegisteredExecution>,
         ending: &ExecutionResult,
     ) -> Collected {
         let mut lists = self.lists();
@@ -302,7 +302,7 @@ impl ExecutionRegistry {
 }
 
 impl Lists {
-    fn others(&self, told: &Execution) -> Others {
+    fn others(&self, told: &RegisteredExecution) -> Others {
         let others = || {
             self.open
                 .iter()
@@ -343,7 +343,7 @@ impl Lists {
 /// session is gone.
 pub(super) struct ExecutionReporter {
     registry: Arc<ExecutionRegistry>,
-    execution: Arc<Execution>,
+    execution: Arc<RegisteredExecution>,
 }
 
 impl ExecutionReporter {
@@ -407,7 +407,7 @@ impl ExecutionReporter {
 }
 
 /// Sends progress messages to the followers of an execution.
-pub(super) struct ProgressSender(Arc<Execution>);
+pub(super) struct ProgressSender(Arc<RegisteredExecution>);
 
 impl ProgressSender {
     pub(super) fn send(&self, message: String) {

@@ -12,7 +12,7 @@ use futures_util::future::join_all;
 use tokio::sync::{Semaphore, oneshot};
 use tokio_util::sync::CancellationToken;
 
-use super::driver::{DriverCommand, Fork, Forked, ForksWanted};
+use super::driver::{DriverCommand, ForkedSession, ForksWanted, UnstartedFork};
 use super::manager::{DriverHandle, shut_down};
 use super::{
     Approver, ExecuteRequest, ExploreReport, ExploreRequest, Keep, MAX_CODE_BYTES, MAX_VARIANTS,
@@ -48,7 +48,8 @@ impl Sessions {
             count: total,
             undoable: false,
         };
-        let Forked { forks, lost, .. } = self.fork_of(owner, id, &source, wanted, &cancel).await?;
+        let ForkedSession { forks, lost, .. } =
+            self.fork_of(owner, id, &source, wanted, &cancel).await?;
         let named = request.variants.iter().map(|variant| variant.name.as_str());
         let seed = random_seed();
         let hidden = named
@@ -355,7 +356,7 @@ fn score_of(outcome: &Outcome) -> Result<f64, String> {
     }
 }
 
-async fn surrendered(entry: &DriverHandle) -> Option<Box<Fork>> {
+async fn surrendered(entry: &DriverHandle) -> Option<Box<UnstartedFork>> {
     let (reply, answer) = oneshot::channel();
     entry
         .commands
@@ -369,9 +370,9 @@ async fn surrendered(entry: &DriverHandle) -> Option<Box<Fork>> {
 /// lost with the source.
 async fn adopted(
     source: &DriverHandle,
-    fork: Box<Fork>,
+    fork: Box<UnstartedFork>,
     name: &str,
-) -> Result<(), Option<Box<Fork>>> {
+) -> Result<(), Option<Box<UnstartedFork>>> {
     let (reply, answer) = oneshot::channel();
     let note = format!(
         "This session goes on as the variant `{name}` that was explored; cells before that cannot \

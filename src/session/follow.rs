@@ -13,8 +13,8 @@ use tokio::sync::oneshot;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-use super::driver::{DriverCommand, Job};
-use super::executions::{Collected, Execution, ExecutionResult, ExecutionStage};
+use super::driver::{DriverCommand, SessionJob};
+use super::executions::{Collected, ExecutionResult, ExecutionStage, RegisteredExecution};
 use super::history::first_line;
 use super::manager::{DriverHandle, SubmitError};
 use super::output::OutputDelta;
@@ -148,7 +148,7 @@ impl Sessions {
         id: &SessionId,
         request: ExecuteRequest,
         cancel: &CancellationToken,
-    ) -> Result<(DriverHandle, Arc<Execution>), Refused> {
+    ) -> Result<(DriverHandle, Arc<RegisteredExecution>), Refused> {
         if request.code.len() > MAX_CODE_BYTES {
             return Err(Refused::CodeTooLarge {
                 size: request.code.len(),
@@ -171,7 +171,7 @@ impl Sessions {
         &self,
         id: &SessionId,
         entry: &DriverHandle,
-        execution: &Execution,
+        execution: &RegisteredExecution,
         max_chars: usize,
     ) -> Underway {
         let (reply, answer) = oneshot::channel();
@@ -215,13 +215,13 @@ impl Sessions {
         &self,
         entry: &DriverHandle,
         request: ExecuteRequest,
-    ) -> Result<Arc<Execution>, SubmitError> {
+    ) -> Result<Arc<RegisteredExecution>, SubmitError> {
         let number = self.next_number();
         let (execution, reporter) = entry
             .shared
             .registry
             .register(number, first_line(&request.code));
-        match self.submit_as(entry, number, Job::Execute { request, reporter }) {
+        match self.submit_as(entry, number, SessionJob::Execute { request, reporter }) {
             Ok(()) => Ok(execution),
             Err(error) => {
                 entry.shared.registry.withdraw(&execution);
@@ -249,7 +249,7 @@ impl Sessions {
 /// cancelled token is forwarded, and the end is still awaited.
 async fn ended(
     entry: &DriverHandle,
-    execution: &Execution,
+    execution: &RegisteredExecution,
     wait: Option<Duration>,
     cancel: Option<&CancellationToken>,
     progress: &ProgressChannel,
@@ -277,7 +277,7 @@ async fn ended(
 
 /// Waits until an approval is requested, and a moment longer for other requests made at the same
 /// time.
-async fn asked(execution: &Execution) {
+async fn asked(execution: &RegisteredExecution) {
     let mut approvals = execution.approvals();
     loop {
         // The execution holds the sender, and the caller holds the execution.
@@ -298,7 +298,7 @@ async fn asked(execution: &Execution) {
 /// Waits for the end of an execution without a time limit.
 async fn to_the_end(
     entry: &DriverHandle,
-    execution: &Execution,
+    execution: &RegisteredExecution,
     cancel: &CancellationToken,
 ) -> Arc<ExecutionResult> {
     tokio::select! {
@@ -311,7 +311,7 @@ async fn to_the_end(
 /// Interrupts an execution when the token is cancelled. Its end is still awaited.
 async fn forward_cancel(
     entry: &DriverHandle,
-    execution: &Execution,
+    execution: &RegisteredExecution,
     cancel: &CancellationToken,
 ) -> Infallible {
     cancel.cancelled().await;
@@ -324,7 +324,10 @@ async fn forward_cancel(
 }
 
 /// Follows an execution to its end and forwards its progress to `progress`.
-async fn follow_to_end(execution: &Execution, progress: &ProgressChannel) -> Arc<ExecutionResult> {
+async fn follow_to_end(
+    execution: &RegisteredExecution,
+    progress: &ProgressChannel,
+) -> Arc<ExecutionResult> {
     let (mut stage, mut lines) = (execution.follow(), execution.lines());
     loop {
         let told = match &*stage.borrow_and_update() {
@@ -378,7 +381,7 @@ fn waiting_news(ahead: usize, held: bool) -> String {
 /// removed from the registry.
 fn answer_at_once(
     entry: &DriverHandle,
-    execution: &Arc<Execution>,
+    execution: &Arc<RegisteredExecution>,
     ending: &ExecutionResult,
 ) -> Result<Outcome, Refused> {
     if let Err(refused) = ending {

@@ -9,7 +9,7 @@ use std::time::Duration;
 use tokio::sync::oneshot;
 use tokio_util::sync::CancellationToken;
 
-use super::driver::{Job, ReadExtent, SessionOrigin};
+use super::driver::{ReadExtent, SessionJob, SessionOrigin};
 use super::manager::{DriverHandle, Sessions};
 use super::{Approver, ExecuteRequest, InsidePath, Outcome, Refused, SessionId};
 use crate::sandbox::Rules;
@@ -64,7 +64,7 @@ impl Hidden {
         })?;
         let (reply, answer) = oneshot::channel();
         self.ask(
-            Job::Write {
+            SessionJob::Write {
                 path: path.clone(),
                 overwrite: true,
                 source,
@@ -81,7 +81,7 @@ impl Hidden {
         let what = ReadExtent::Whole { limit };
         let received = self
             .ask(
-                Job::Read {
+                SessionJob::Read {
                     path: path.clone(),
                     what,
                     reply,
@@ -101,7 +101,7 @@ impl Hidden {
 
     async fn ask<T>(
         &self,
-        job: Job,
+        job: SessionJob,
         answer: oneshot::Receiver<Result<T, Refused>>,
     ) -> Result<T, Refused> {
         let asked = self

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use tokio::sync::oneshot;
 use tokio_util::sync::CancellationToken;
 
-use super::driver::Job;
+use super::driver::SessionJob;
 use super::manager::Sessions;
 use super::{Approver, Decision, Principal, Refused, Ruling, SessionId, SessionState};
 
@@ -147,7 +147,7 @@ impl Sessions {
             let started = self
                 .ask(
                     &entry,
-                    Job::Packages {
+                    SessionJob::Packages {
                         paths: Vec::new(),
                         reply,
                     },
@@ -179,7 +179,12 @@ impl Sessions {
         }
         let (reply, answer) = oneshot::channel();
         let added = self
-            .ask(&entry, Job::Packages { paths, reply }, answer, &cancel)
+            .ask(
+                &entry,
+                SessionJob::Packages { paths, reply },
+                answer,
+                &cancel,
+            )
             .await;
         let LoadedModules {
             all: loaded,

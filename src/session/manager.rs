@@ -19,7 +19,9 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use super::accounts::{Accounts, Starts};
-use super::driver::{self, DriverCommand, DriverSetup, Job, QuotaScope, SessionOrigin, Shared};
+use super::driver::{
+    self, DriverCommand, DriverSetup, QuotaScope, SessionJob, SessionOrigin, SharedSession,
+};
 use super::install::PackageSource;
 use super::kept_outputs::KeptOutputs;
 use super::scheduler::FairScheduler;
@@ -27,7 +29,7 @@ use super::uploads::Uploads;
 use super::{
     CheckpointInfo, ExecutionRef, FullOutput, Ledger, LimitSetup, Load, OutputId, Principal,
     Refused, ResetReport, SessionId, SessionInfo, SessionSettings, SessionState, SessionSummary,
-    Undo, UndoReport, Usage, WorkFolder,
+    UndoPolicy, UndoReport, Usage, WorkFolder,
 };
 use crate::sandbox::{Backend, LaunchError, Preparation, Rules};
 pub(super) use files::stage;
@@ -73,7 +75,7 @@ struct Table {
     tombstones: HashMap<Key, Tombstone>,
     /// Sessions that only their creator can see. They end when their creator drops them, or with
     /// the server.
-    hidden: HashMap<u64, (mpsc::WeakSender<DriverCommand>, Weak<Shared>)>,
+    hidden: HashMap<u64, (mpsc::WeakSender<DriverCommand>, Weak<SharedSession>)>,
     /// Sessions that failed to start before anyone collected the error.
     failed_starts: VecDeque<(Key, DriverHandle)>,
     closing: bool,
@@ -83,7 +85,7 @@ struct Table {
 #[derive(Clone)]
 pub(super) struct DriverHandle {
     pub(super) commands: mpsc::Sender<DriverCommand>,
-    pub(super) shared: Arc<Shared>,
+    pub(super) shared: Arc<SharedSession>,
 }
 
 struct Tombstone {
@@ -172,7 +174,7 @@ impl Sessions {
         id: &SessionId,
     ) -> Result<Vec<CheckpointInfo>, Refused> {
         let entry = self.find(owner, id)?;
-        if self.inner.settings.undo == Undo::Off {
+        if self.inner.settings.undo == UndoPolicy::Off {
             return Err(Refused::UndoOff { id: id.clone() });
         }
         let now = Instant::now();
@@ -400,8 +402,8 @@ impl Sessions {
         self.inner.settings.packages.clone()
     }
 
-    fn new_shared(&self) -> Shared {
-        Shared::new(self.inner.outputs.of_session())
+    fn new_shared(&self) -> SharedSession {
+        SharedSession::new(self.inner.outputs.of_session())
     }
 
     /// Checks that `more` additional sessions may exist on this server.
@@ -527,7 +529,7 @@ impl Sessions {
         table: &mut Table,
         key: Key,
         origin: SessionOrigin,
-        shared: impl Into<Arc<Shared>>,
+        shared: impl Into<Arc<SharedSession>>,
     ) -> DriverHandle {
         let (commands, receiver) = mpsc::channel(MAX_COMMANDS);
         let entry = DriverHandle {
@@ -605,7 +607,7 @@ impl Sessions {
         let inner = self.inner.clone();
         let on_gone = Box::new(move |_| drop(inner.table().hidden.remove(&number)));
         let settings = SessionSettings {
-            undo: Undo::Off,
+            undo: UndoPolicy::Off,
             idle_timeout: Duration::MAX,
             ..self.inner.settings.clone()
         };
@@ -627,7 +629,7 @@ impl Sessions {
     pub(super) async fn ask<T>(
         &self,
         entry: &DriverHandle,
-        job: Job,
+        job: SessionJob,
         mut answer: oneshot::Receiver<Result<T, Refused>>,
         cancel: &CancellationToken,
     ) -> Result<Result<T, Refused>, SubmitError> {
@@ -643,7 +645,7 @@ impl Sessions {
         answer.map_err(|_| SubmitError::Gone(None))
     }
 
-    fn submit(&self, entry: &DriverHandle, job: Job) -> Result<u64, SubmitError> {
+    fn submit(&self, entry: &DriverHandle, job: SessionJob) -> Result<u64, SubmitError> {
         let number = self.next_number();
         self.submit_as(entry, number, job).map(|()| number)
     }
@@ -657,7 +659,7 @@ impl Sessions {
         &self,
         entry: &DriverHandle,
         number: u64,
-        job: Job,
+        job: SessionJob,
     ) -> Result<(), SubmitError> {
         match entry.commands.try_send(DriverCommand::Submit(number, job)) {
             Ok(()) => Ok(()),

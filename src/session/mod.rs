@@ -265,7 +265,7 @@ pub struct SessionSettings {
     /// How long code may ignore an interrupt before it is killed. Time spent waiting for a
     /// processor does not count, up to nine times this duration.
     pub grace: Duration,
-    pub undo: Undo,
+    pub undo: UndoPolicy,
     /// Variants of one exploration that run concurrently, at least one.
     pub explore_parallel: usize,
     /// Memory limit of a sandbox in bytes, if there is one. Old copies are discarded before it is
@@ -292,7 +292,7 @@ impl Default for SessionSettings {
             max_sessions: 20,
             idle_timeout: Duration::from_secs(3600),
             grace: INTERRUPT_GRACE,
-            undo: Undo::default(),
+            undo: UndoPolicy::default(),
             explore_parallel: 4,
             memory_limit: None,
             packages: install::PackageSource::default(),

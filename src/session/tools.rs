@@ -28,7 +28,7 @@ const MAX_NAME_LENGTH: usize = 128;
 /// A call that code in a session wants to make. All fields except the fingerprint are claims of the
 /// code.
 #[derive(Debug, Clone, PartialEq)]
-pub struct ToolCall {
+pub struct UpstreamToolCall {
     pub server: String,
     /// Name on the server.
     pub tool: String,
@@ -142,7 +142,7 @@ pub trait Broker: Send + Sync {
         &self,
         owner: &Principal,
         session: &SessionId,
-        call: ToolCall,
+        call: UpstreamToolCall,
         tell: &(dyn Fn(String) + Send + Sync),
     ) -> Result<ToolReply, ToolRefused>;
 
@@ -311,7 +311,7 @@ pub(super) struct Begun {
 }
 
 impl Begun {
-    pub(super) fn now(call: &ToolCall) -> Begun {
+    pub(super) fn now(call: &UpstreamToolCall) -> Begun {
         let arguments = serde_json::to_vec(&call.arguments).expect("a JSON value can be written");
         Begun {
             server: shortened(&call.server),

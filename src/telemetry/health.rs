@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 /// A part that can keep the server from accepting work.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Part {
+pub enum HealthPart {
     /// The environment and the warm interpreter.
     Python,
     /// The session daemon.
@@ -21,15 +21,15 @@ pub enum Part {
     Draining,
 }
 
-impl Part {
+impl HealthPart {
     /// The name of the part in responses.
     pub fn name(self) -> &'static str {
         match self {
-            Part::Python => "python",
-            Part::SessionDaemon => "daemon",
-            Part::Audit => "audit",
-            Part::Keys => "keys",
-            Part::Draining => "draining",
+            HealthPart::Python => "python",
+            HealthPart::SessionDaemon => "daemon",
+            HealthPart::Audit => "audit",
+            HealthPart::Keys => "keys",
+            HealthPart::Draining => "draining",
         }
     }
 }
@@ -42,8 +42,8 @@ pub struct Health(Arc<Inner>);
 
 #[derive(Default)]
 struct Inner {
-    said: Mutex<BTreeMap<Part, String>>,
-    asked: Mutex<BTreeMap<Part, Question>>,
+    said: Mutex<BTreeMap<HealthPart, String>>,
+    asked: Mutex<BTreeMap<HealthPart, Question>>,
 }
 
 impl std::fmt::Debug for Health {
@@ -62,18 +62,22 @@ impl Health {
     }
 
     /// Marks a part as not ready, with the reason.
-    pub fn not_ready(&self, part: Part, why: impl Into<String>) {
+    pub fn not_ready(&self, part: HealthPart, why: impl Into<String>) {
         self.said().insert(part, why.into());
     }
 
     /// Marks a part as ready.
-    pub fn ready_again(&self, part: Part) {
+    pub fn ready_again(&self, part: HealthPart) {
         self.said().remove(&part);
     }
 
     /// Registers a check of a part that runs on every readiness query. It returns why the part is
     /// not ready, and must not block.
-    pub fn ask(&self, part: Part, question: impl Fn() -> Option<String> + Send + Sync + 'static) {
+    pub fn ask(
+        &self,
+        part: HealthPart,
+        question: impl Fn() -> Option<String> + Send + Sync + 'static,
+    ) {
         self.0
             .asked
             .lock()
@@ -83,7 +87,7 @@ impl Health {
 
     /// Marks the server as stopping. It does not become ready again.
     pub fn drain(&self) {
-        self.not_ready(Part::Draining, "the server is ending");
+        self.not_ready(HealthPart::Draining, "the server is ending");
     }
 
     /// Returns whether the server can accept work, or all reasons why not, each as `part: reason`.
@@ -109,7 +113,7 @@ impl Health {
             .collect())
     }
 
-    fn said(&self) -> MutexGuard<'_, BTreeMap<Part, String>> {
+    fn said(&self) -> MutexGuard<'_, BTreeMap<HealthPart, String>> {
         self.0
             .said
             .lock()
@@ -127,18 +131,18 @@ mod tests {
     fn every_reason_is_named_until_it_is_gone() {
         let health = Health::new();
         assert_eq!(health.ready(), Ok(()));
-        health.not_ready(Part::Python, "preparing Python, step 2 of 5");
+        health.not_ready(HealthPart::Python, "preparing Python, step 2 of 5");
         health
             .clone()
-            .not_ready(Part::SessionDaemon, "it does not answer");
+            .not_ready(HealthPart::SessionDaemon, "it does not answer");
         let reasons = [
             "python: preparing Python, step 2 of 5",
             "daemon: it does not answer",
         ]
         .map(str::to_owned);
         assert_eq!(health.ready(), Err(reasons.to_vec()));
-        health.ready_again(Part::Python);
-        health.ready_again(Part::SessionDaemon);
+        health.ready_again(HealthPart::Python);
+        health.ready_again(HealthPart::SessionDaemon);
         assert_eq!(health.ready(), Ok(()));
         health.drain();
         assert_eq!(
@@ -152,7 +156,7 @@ mod tests {
         let health = Health::new();
         let failing = Arc::new(AtomicBool::new(true));
         let state = failing.clone();
-        health.ask(Part::Audit, move || {
+        health.ask(HealthPart::Audit, move || {
             state
                 .load(Ordering::SeqCst)
                 .then(|| "no space left".to_owned())

@@ -19,7 +19,7 @@ use prometheus_client::metrics::info::Info;
 use prometheus_client::registry::Registry;
 
 use super::health::Health;
-use super::process::Process;
+use super::process::ProcessStats;
 
 /// The content type of `render`.
 pub const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
@@ -100,9 +100,9 @@ impl Metrics {
 
     /// Counts a connection. It counts as open until the returned value is dropped.
     #[must_use = "the connection counts as closed when this is dropped"]
-    pub fn connection(&self) -> OpenConnection {
+    pub fn connection(&self) -> CountedConnection {
         self.0.connections.inc();
-        OpenConnection(self.clone())
+        CountedConnection(self.clone())
     }
 
     /// Counts an authentication: `accepted`, or the reason of the rejection in a word.
@@ -187,7 +187,7 @@ impl Figures {
     fn registered(mut self, health: &Health) -> Figures {
         let mut whole = Registry::default();
         // These have the standard names that dashboards expect of every program.
-        whole.register_collector(Box::new(Process));
+        whole.register_collector(Box::new(ProcessStats));
         let registry = whole.sub_registry_with_prefix("cellblock");
         let version = [("version", env!("CARGO_PKG_VERSION"))];
         registry.register("build", "The version that runs", Info::new(version));
@@ -252,9 +252,9 @@ impl Figures {
 }
 
 /// An open connection, counted until it is dropped.
-pub struct OpenConnection(Metrics);
+pub struct CountedConnection(Metrics);
 
-impl Drop for OpenConnection {
+impl Drop for CountedConnection {
     fn drop(&mut self) {
         self.0.0.connections.dec();
     }
@@ -277,7 +277,7 @@ impl Collector for Ready {
 
 #[cfg(test)]
 mod tests {
-    use super::super::health::Part;
+    use super::super::health::HealthPart;
     use super::*;
 
     #[track_caller]
@@ -361,7 +361,7 @@ mod tests {
         let health = Health::new();
         let metrics = Metrics::new(&health);
         assert_has(&metrics.render(), "cellblock_ready 1");
-        health.not_ready(Part::Audit, "no space left");
+        health.not_ready(HealthPart::Audit, "no space left");
         assert_has(&metrics.render(), "cellblock_ready 0");
     }
 }

@@ -20,9 +20,9 @@ use opentelemetry_sdk::trace::SdkTracerProvider;
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::{Layer, Registry};
 
-pub use health::{Health, Part};
+pub use health::{Health, HealthPart};
 pub use log::LogFormat;
-pub use metrics::{CONTENT_TYPE, Direction, Metrics, OpenConnection};
+pub use metrics::{CONTENT_TYPE, CountedConnection, Direction, Metrics};
 pub use traces::{Parent, parent_from, trace_id_of, traceparent_of};
 
 /// Settings of the log and the traces of the process.

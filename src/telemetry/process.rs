@@ -14,9 +14,9 @@ const TICKS_PER_SECOND: f64 = 100.0;
 
 /// Reads `/proc/self`. Values that cannot be read are omitted.
 #[derive(Debug)]
-pub(super) struct Process;
+pub(super) struct ProcessStats;
 
-impl Collector for Process {
+impl Collector for ProcessStats {
     fn encode(&self, mut encoder: DescriptorEncoder) -> Result<(), fmt::Error> {
         let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
         let stat = fs::read_to_string("/proc/self/stat").unwrap_or_default();

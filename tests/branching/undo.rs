@@ -6,7 +6,7 @@ use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::PathBuf;
 use std::time::Duration;
 
-use cellblock::session::{FilesCarried, Refused, StateAfter, Status, Undo, WorkFolder};
+use cellblock::session::{FilesCarried, Refused, StateAfter, Status, UndoPolicy, WorkFolder};
 use cellblock_jail::wire::OperatorMount;
 use serde_json::json;
 use tokio_util::sync::CancellationToken;
@@ -355,7 +355,7 @@ fn a_cell_that_changes_nothing_counts_and_needs_no_state_of_its_own() {
 #[test]
 fn a_folder_that_holds_too_much_is_left_alone_and_the_answer_says_so() {
     run(async {
-        let undo = Undo::On {
+        let undo = UndoPolicy::On {
             checkpoints: 10,
             files: 1 << 20,
         };
@@ -402,7 +402,7 @@ fn files_of_a_workspace_are_undone_within_the_budget() {
             inside: PathBuf::from("/work"),
             writable: true,
         };
-        let undo = Undo::On {
+        let undo = UndoPolicy::On {
             checkpoints: 10,
             files: 1 << 20,
         };
@@ -463,7 +463,7 @@ fn files_of_a_workspace_are_undone_within_the_budget() {
 fn without_undo_nothing_is_kept_and_forks_work() {
     run(async {
         let backend = Builder::new("minimal")
-            .sessions(|settings| settings.undo = Undo::Off)
+            .sessions(|settings| settings.undo = UndoPolicy::Off)
             .start();
         let session = backend.session();
         session.ok("x = 1").await;

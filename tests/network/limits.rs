@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 use std::thread;
 
-use cellblock::runner_client::{Claim, Connection, Event, Request};
+use cellblock::runner_client::{Claim, Connection, Request, RunnerEvent};
 use cellblock::sandbox::SandboxNetwork;
 use cellblock::sandbox::{Process, Rules, Sandbox};
 use cellblock_egress::gateway::Limits;
@@ -80,12 +80,12 @@ impl Bare {
     async fn printed(&mut self) -> String {
         loop {
             match self.connection.next().await.unwrap() {
-                Event::Text { bytes, .. } => return String::from_utf8(bytes).unwrap(),
-                Event::Claim(Claim::Done(done)) => {
+                RunnerEvent::Text { bytes, .. } => return String::from_utf8(bytes).unwrap(),
+                RunnerEvent::Claim(Claim::Done(done)) => {
                     panic!("it ended without a word: {:?}", done.error)
                 }
-                Event::Closed => panic!("the interpreter is gone"),
-                Event::Claim(_) | Event::Stray { .. } | Event::Sent => {}
+                RunnerEvent::Closed => panic!("the interpreter is gone"),
+                RunnerEvent::Claim(_) | RunnerEvent::Stray { .. } | RunnerEvent::Sent => {}
             }
         }
     }
@@ -172,7 +172,7 @@ fn new_rules_hold_for_the_next_connection() {
             assert_eq!(bare.printed().await, expected);
             while !matches!(
                 bare.connection.next().await.unwrap(),
-                Event::Claim(Claim::Done(_))
+                RunnerEvent::Claim(Claim::Done(_))
             ) {}
         }
         bare.sandbox.destroy().await;

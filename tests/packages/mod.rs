@@ -19,8 +19,8 @@ use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use cellblock::packages::{
-    FileHosts, IndexSettings, IndexUrl, Installed, Installer, Limits, PACKAGES_INSIDE, Package,
-    PackageError, PackageRequest, Requirement, Store,
+    FileHosts, IndexSettings, IndexUrl, InstallLimits, InstallResult, Installer, PACKAGES_INSIDE,
+    PackageError, PackageRequest, PackageVersion, Requirement, Store,
 };
 
 use crate::support::native::{host_python, run};
@@ -43,9 +43,9 @@ impl Bench {
         Bench::with(Manner::Open, |_| {})
     }
 
-    fn with(manner: Manner, change: impl FnOnce(&mut Limits)) -> Bench {
+    fn with(manner: Manner, change: impl FnOnce(&mut InstallLimits)) -> Bench {
         let index = Index::start(&host_python("minimal"), manner);
-        let mut limits = Limits::default();
+        let mut limits = InstallLimits::default();
         change(&mut limits);
         let folder = tempfile::tempdir().unwrap();
         let installer = installer(folder.path(), &index, limits);
@@ -61,14 +61,14 @@ impl Bench {
 
     /// What a server that is started later on the same store has.
     fn another_server(&self) -> Installer {
-        installer(self.folder.path(), &self.index, Limits::default())
+        installer(self.folder.path(), &self.index, InstallLimits::default())
     }
 
     fn install(
         &self,
         requirements: &[&str],
         present: &[(&str, &str)],
-    ) -> Result<Installed, PackageError> {
+    ) -> Result<InstallResult, PackageError> {
         self.install_with(&self.installer, requirements, present)
     }
 
@@ -77,14 +77,14 @@ impl Bench {
         installer: &Installer,
         requirements: &[&str],
         present: &[(&str, &str)],
-    ) -> Result<Installed, PackageError> {
+    ) -> Result<InstallResult, PackageError> {
         let request = PackageRequest {
             requirements: Requirement::parse_all(requirements, |host, _| host == "127.0.0.1")
                 .unwrap(),
             upgrade: false,
             present: present
                 .iter()
-                .map(|(name, version)| Package::new(name, version))
+                .map(|(name, version)| PackageVersion::new(name, version))
                 .collect(),
         };
         let tell =
@@ -100,7 +100,7 @@ impl Bench {
     }
 
     /// The folders of an installation as the host sees them.
-    fn folders(&self, installed: &Installed) -> Vec<PathBuf> {
+    fn folders(&self, installed: &InstallResult) -> Vec<PathBuf> {
         let trees = self.installer.store().trees();
         installed
             .paths
@@ -110,7 +110,7 @@ impl Bench {
     }
 
     /// Runs Python with the folders of an installation, the way a session would have them.
-    fn python(&self, installed: &Installed, code: &str) -> String {
+    fn python(&self, installed: &InstallResult, code: &str) -> String {
         let folders: Vec<_> = self
             .folders(installed)
             .iter()
@@ -137,7 +137,7 @@ impl Drop for Bench {
     }
 }
 
-fn installer(folder: &Path, index: &Index, limits: Limits) -> Installer {
+fn installer(folder: &Path, index: &Index, limits: InstallLimits) -> Installer {
     let store = Store::open(&folder.join("packages")).unwrap();
     Installer::new(Arc::new(store), index.settings(), limits)
 }
@@ -160,8 +160,8 @@ fn uv() -> PathBuf {
         .expect("building an environment brought uv")
 }
 
-fn packages(listed: &[Package]) -> Vec<String> {
-    listed.iter().map(Package::to_string).collect()
+fn packages(listed: &[PackageVersion]) -> Vec<String> {
+    listed.iter().map(PackageVersion::to_string).collect()
 }
 
 #[test]
@@ -457,7 +457,7 @@ fn a_password_of_the_index_opens_it_and_is_found_nowhere_afterwards() {
     without.index_url = IndexUrl::parse(&bench.index.url_without_password()).unwrap();
     let store = Arc::clone(bench.installer.store());
     let refused = bench.install_with(
-        &Installer::new(store, without, Limits::default()),
+        &Installer::new(store, without, InstallLimits::default()),
         &["leaf"],
         &[],
     );
@@ -473,7 +473,7 @@ fn a_wheel_is_installed_from_its_address_over_tls_with_the_operators_certificate
     let mut settings = bench.index.settings();
     settings.ca_file = Some(tls.certificate());
     let store = Arc::clone(bench.installer.store());
-    let trusting = Installer::new(store, settings, Limits::default());
+    let trusting = Installer::new(store, settings, InstallLimits::default());
     let wheel = tls.url("pure/pure-1.0-py3-none-any.whl");
     let installed = bench
         .install_with(&trusting, &[&format!("pure @ {wheel}")], &[("pure", "1.0")])
@@ -566,7 +566,7 @@ fn a_trusted_host_needs_no_certificate_that_anybody_knows() {
         Installer::new(
             Arc::clone(bench.installer.store()),
             settings,
-            Limits::default(),
+            InstallLimits::default(),
         )
     };
     // Control: trust in another host is none in this one.
@@ -698,7 +698,7 @@ fn a_password_in_netrc_opens_the_index_and_stays_out_of_addresses_and_of_the_dis
         assert!(!format!("{settings:?}").contains(PASSWORD));
         let store = Arc::new(Store::open(&bench.folder.path().join("other")).unwrap());
         bench.install_with(
-            &Installer::new(store, settings, Limits::default()),
+            &Installer::new(store, settings, InstallLimits::default()),
             &["pure"],
             &[],
         )

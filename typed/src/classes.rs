@@ -10,9 +10,10 @@ use serde_json::Value;
 
 use crate::layout::Code;
 use crate::literal;
-use crate::name::{self, Names};
+use crate::name::{self, NameScope};
 use crate::shape::{
-    Bounds, Format, Lengths, Member, Others, Record, Schema, Shape, TextRules, union,
+    ClassRecord, Format, Lengths, Member, NumberBounds, OtherMembers, Schema, Shape, TextRules,
+    union,
 };
 
 /// A choice longer than this on one line gets a name.
@@ -29,11 +30,11 @@ pub(crate) enum Item {
 pub(crate) struct Class {
     pub(crate) name: String,
     pub(crate) description: Option<String>,
-    pub(crate) body: Body,
+    pub(crate) body: ClassBody,
 }
 
 #[derive(Debug, Clone, PartialEq)]
-pub(crate) enum Body {
+pub(crate) enum ClassBody {
     /// A model with fields. `extra` is Pydantic's setting for unknown members.
     Fields {
         fields: Vec<Field>,
@@ -65,7 +66,7 @@ pub(crate) enum Preset {
 
 /// The direction in which values of a schema travel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Direction {
+pub(crate) enum SchemaDirection {
     /// To the server. A member that the schema does not name is most likely a typo.
     In,
     /// From the server. Members that the schema does not name are kept.
@@ -74,9 +75,9 @@ pub(crate) enum Direction {
 
 /// The planned content of a module.
 #[derive(Debug, Default)]
-pub(crate) struct Plan {
+pub(crate) struct ModulePlan {
     pub(crate) items: Vec<Item>,
-    pub(crate) names: Names,
+    pub(crate) names: NameScope,
     /// The names that annotations use and that must be imported.
     pub(crate) uses: BTreeSet<&'static str>,
     /// Classes by their content, so that equal ones are shared.
@@ -90,12 +91,12 @@ pub(crate) enum ResultKind {
     Alias,
 }
 
-impl Plan {
-    pub(crate) fn new() -> Plan {
+impl ModulePlan {
+    pub(crate) fn new() -> ModulePlan {
         let used = name::USED_NAMES.iter().map(|name| (*name).to_owned());
-        Plan {
-            names: Names::without(used),
-            ..Plan::default()
+        ModulePlan {
+            names: NameScope::without(used),
+            ..ModulePlan::default()
         }
     }
 
@@ -103,19 +104,19 @@ impl Plan {
     pub(crate) fn add_params(
         &mut self,
         schema: &Schema,
-        others_of_a_map: Others,
+        others_of_a_map: OtherMembers,
         description: String,
     ) {
-        let mut planner = Planner::new(self, schema, Direction::In);
+        let mut planner = Planner::new(self, schema, SchemaDirection::In);
         let body = match schema.meant(schema.root()) {
             Shape::Record(record) => planner.fields(record, "Params"),
-            Shape::Map { .. } | Shape::Any | Shape::Null => Body::Fields {
+            Shape::Map { .. } | Shape::Any | Shape::Null => ClassBody::Fields {
                 fields: Vec::new(),
-                extra: Direction::In.extra(others_of_a_map),
+                extra: SchemaDirection::In.extra(others_of_a_map),
             },
             shape => {
                 planner.root_is_a_class = false;
-                Body::Root(planner.kind(shape, "Params"))
+                ClassBody::Root(planner.kind(shape, "Params"))
             }
         };
         let class = Class {
@@ -124,7 +125,7 @@ impl Plan {
             body,
         };
         let late = std::mem::take(&mut planner.late);
-        let is_root = matches!(class.body, Body::Root(_));
+        let is_root = matches!(class.body, ClassBody::Root(_));
         self.uses
             .insert(if is_root { "RootModel" } else { "Model" });
         self.finish(Item::Class(class), late, is_root);
@@ -138,7 +139,7 @@ impl Plan {
         member: Option<&str>,
         description: String,
     ) -> ResultKind {
-        let mut planner = Planner::new(self, schema, Direction::Out);
+        let mut planner = Planner::new(self, schema, SchemaDirection::Out);
         let root = schema.meant(schema.root());
         let inner = match (root, member) {
             (Shape::Record(record), Some(name)) => record
@@ -190,11 +191,11 @@ impl Plan {
     }
 }
 
-impl Direction {
-    fn extra(self, others: Others) -> &'static str {
+impl SchemaDirection {
+    fn extra(self, others: OtherMembers) -> &'static str {
         match (others, self) {
-            (Others::Forbidden, _) | (Others::Unsaid, Direction::In) => "forbid",
-            (Others::Allowed, _) | (Others::Unsaid, Direction::Out) => "allow",
+            (OtherMembers::Forbidden, _) | (OtherMembers::Unsaid, SchemaDirection::In) => "forbid",
+            (OtherMembers::Allowed, _) | (OtherMembers::Unsaid, SchemaDirection::Out) => "allow",
         }
     }
 }
@@ -209,9 +210,9 @@ enum Progress {
 }
 
 struct Planner<'p> {
-    plan: &'p mut Plan,
+    plan: &'p mut ModulePlan,
     schema: &'p Schema,
-    direction: Direction,
+    direction: SchemaDirection,
     progress: Vec<Progress>,
     /// Whether references to the root may refer to a class.
     root_is_a_class: bool,
@@ -223,7 +224,11 @@ struct Planner<'p> {
 }
 
 impl<'p> Planner<'p> {
-    fn new(plan: &'p mut Plan, schema: &'p Schema, direction: Direction) -> Planner<'p> {
+    fn new(
+        plan: &'p mut ModulePlan,
+        schema: &'p Schema,
+        direction: SchemaDirection,
+    ) -> Planner<'p> {
         let progress = vec![Progress::Untouched; schema.definitions.len()];
         Planner {
             plan,
@@ -417,7 +422,7 @@ impl<'p> Planner<'p> {
             return Code::text(self.uses("Any"));
         }
         self.used_unfinished = true;
-        Code::text(if self.direction == Direction::In {
+        Code::text(if self.direction == SchemaDirection::In {
             "Params"
         } else {
             "Result"
@@ -453,7 +458,7 @@ impl<'p> Planner<'p> {
     }
 
     /// Returns the class for an object that is described inline. Equal objects share a class.
-    fn class(&mut self, record: &Record, hint: &str) -> String {
+    fn class(&mut self, record: &ClassRecord, hint: &str) -> String {
         let key = format!("{:?} {record:?}", self.direction);
         if let Some(name) = self.plan.known.get(&key) {
             return name.clone();
@@ -464,7 +469,7 @@ impl<'p> Planner<'p> {
         name
     }
 
-    fn add_class(&mut self, record: &Record, name: String) -> String {
+    fn add_class(&mut self, record: &ClassRecord, name: String) -> String {
         self.uses("Model");
         let body = self.fields(record, &name);
         let class = Class {
@@ -480,7 +485,8 @@ impl<'p> Planner<'p> {
         let name = name::class(hint);
         let is_unfit = name::USED_NAMES.contains(&name.as_str()) || name::is_builtin(&name);
         let name = if is_unfit { name + "Model" } else { name };
-        let is_like_an_input = self.direction == Direction::Out && self.plan.names.holds(&name);
+        let is_like_an_input =
+            self.direction == SchemaDirection::Out && self.plan.names.holds(&name);
         let name = if is_like_an_input && !name.starts_with("Result") {
             format!("Result{name}")
         } else {
@@ -489,7 +495,7 @@ impl<'p> Planner<'p> {
         self.plan.names.take_class(&name)
     }
 
-    fn fields(&mut self, record: &Record, class: &str) -> Body {
+    fn fields(&mut self, record: &ClassRecord, class: &str) -> ClassBody {
         // A class used by `Params` or `Result` is named after its field. Others get the name of
         // their class as a prefix if they would be unclear.
         let hint = |member: &Member| match class {
@@ -502,7 +508,7 @@ impl<'p> Planner<'p> {
             .iter()
             .map(|member| self.field(member, &hint(member)))
             .collect();
-        Body::Fields {
+        ClassBody::Fields {
             fields,
             extra: self.direction.extra(record.others),
         }
@@ -548,7 +554,7 @@ impl<'p> Planner<'p> {
                 && self.schema.is_plain(&member.shape, value)
         };
         match member.default.as_ref().filter(fits) {
-            Some(value) if self.direction == Direction::In => {
+            Some(value) if self.direction == SchemaDirection::In => {
                 let kind = Code::subscript(
                     self.uses("Annotated"),
                     vec![kind, Code::text(self.uses("Sent"))],
@@ -657,7 +663,7 @@ fn is_named(item: &Item, code: &Code) -> bool {
     matches!((item, code), (Item::Alias { name, .. }, Code::Text(text)) if name == text)
 }
 
-fn limits(bounds: &Bounds) -> Vec<Code> {
+fn limits(bounds: &NumberBounds) -> Vec<Code> {
     bounds
         .limits
         .iter()
@@ -708,7 +714,7 @@ fn discriminator<'a>(schema: &'a Schema, members: &'a [Shape]) -> Option<&'a str
         Shape::Record(record) => Some(record),
         _ => None,
     });
-    let records: Vec<&Record> = records.collect::<Option<_>>()?;
+    let records: Vec<&ClassRecord> = records.collect::<Option<_>>()?;
     let (first, _) = records.split_first().filter(|(_, rest)| !rest.is_empty())?;
     let tells_apart = |name: &str| {
         let mut seen: Vec<&Value> = Vec::new();
@@ -731,7 +737,7 @@ fn discriminator<'a>(schema: &'a Schema, members: &'a [Shape]) -> Option<&'a str
 }
 
 /// Returns the texts that a required member may have, if it is a choice of texts.
-fn texts_of<'a>(schema: &'a Schema, record: &'a Record, name: &str) -> Option<&'a [Value]> {
+fn texts_of<'a>(schema: &'a Schema, record: &'a ClassRecord, name: &str) -> Option<&'a [Value]> {
     let member = record
         .members
         .iter()

@@ -39,10 +39,10 @@ pub use name::{ServerName, ServerNameError};
 pub use schema::SchemaError;
 pub use unseen::is_unseen;
 
-use classes::{Plan, ResultKind};
-use module::Subject;
-use package::Entry;
-use shape::{Others, Schema, Shape};
+use classes::{ModulePlan, ResultKind};
+use module::ModuleSubject;
+use package::IndexEntry;
+use shape::{OtherMembers, Schema, Shape};
 
 /// Limit of tools per server. The largest known servers have some hundreds.
 const MAX_TOOLS: usize = 1000;
@@ -230,9 +230,9 @@ pub fn generate(server: &ServerName, tools: &[ToolSchema]) -> Result<Package, Ge
 }
 
 fn server_index(server: &ServerName, tools: &[GeneratedTool]) -> String {
-    let entries: Vec<Entry<'_>> = tools
+    let entries: Vec<IndexEntry<'_>> = tools
         .iter()
-        .map(|tool| Entry {
+        .map(|tool| IndexEntry {
             name: &tool.python,
             description: &tool.summary,
         })
@@ -260,9 +260,9 @@ pub fn index(packages: &[&Package]) -> GeneratedFile {
     });
     let mut described: Vec<(&str, String)> = described.collect();
     described.sort();
-    let entries: Vec<Entry<'_>> = described
+    let entries: Vec<IndexEntry<'_>> = described
         .iter()
-        .map(|(name, description)| Entry { name, description })
+        .map(|(name, description)| IndexEntry { name, description })
         .collect();
     GeneratedFile {
         path: "mcptools/__init__.py".to_owned(),
@@ -312,7 +312,7 @@ fn tool_module(
     module: &str,
     notes: &mut Vec<Note>,
 ) -> Result<String, SchemaError> {
-    let mut plan = Plan::new();
+    let mut plan = ModulePlan::new();
     let input = schema::read(&tool.input, "Params")?;
     plan.add_params(
         &input,
@@ -341,7 +341,7 @@ fn tool_module(
             format!("What `{}` returns.", tool.name),
         )
     });
-    let subject = Subject {
+    let subject = ModuleSubject {
         server: server.as_str(),
         package: server.python(),
         tool: &tool.name,
@@ -354,14 +354,14 @@ fn tool_module(
 }
 
 /// Returns whether a tool without declared arguments accepts others: only if its schema says so.
-fn others_at_the_top(schema: &Value) -> Others {
+fn others_at_the_top(schema: &Value) -> OtherMembers {
     let speaks = ["additionalProperties", "patternProperties"]
         .iter()
         .any(|key| schema.get(key).is_some());
     if speaks {
-        Others::Allowed
+        OtherMembers::Allowed
     } else {
-        Others::Unsaid
+        OtherMembers::Unsaid
     }
 }
 

@@ -4,13 +4,13 @@ use std::collections::BTreeSet;
 
 use serde_json::Value;
 
-use crate::classes::{Body, Class, Field, Item, Plan, Preset, ResultKind};
+use crate::classes::{Class, ClassBody, Field, Item, ModulePlan, Preset, ResultKind};
 use crate::layout::{Code, WIDTH, annotated};
 use crate::literal;
 use crate::name;
 
 /// The tool that a module is for.
-pub(crate) struct Subject<'a> {
+pub(crate) struct ModuleSubject<'a> {
     pub(crate) server: &'a str,
     pub(crate) package: &'a str,
     pub(crate) tool: &'a str,
@@ -45,7 +45,7 @@ const HOMES: [(&str, &[&str]); 4] = [
 ];
 
 /// Returns the text of the module.
-pub(crate) fn text(subject: &Subject<'_>, plan: &Plan) -> String {
+pub(crate) fn text(subject: &ModuleSubject<'_>, plan: &ModulePlan) -> String {
     let names = plan.names.clone().into_set();
     let needs_nothing = needs_nothing(plan);
     let items: Vec<String> = plan
@@ -76,23 +76,23 @@ pub(crate) fn text(subject: &Subject<'_>, plan: &Plan) -> String {
 }
 
 /// Returns whether the tool can be called without arguments.
-fn needs_nothing(plan: &Plan) -> bool {
+fn needs_nothing(plan: &ModulePlan) -> bool {
     params(plan).is_some_and(|fields| fields.iter().all(|field| field.default.is_some()))
 }
 
-fn params(plan: &Plan) -> Option<&[Field]> {
+fn params(plan: &ModulePlan) -> Option<&[Field]> {
     plan.items.iter().find_map(|item| match item {
         Item::Class(Class {
             name,
-            body: Body::Fields { fields, .. },
+            body: ClassBody::Fields { fields, .. },
             ..
         }) if name == "Params" => Some(fields.as_slice()),
         _ => None,
     })
 }
 
-fn front_page(subject: &Subject<'_>, plan: &Plan, names: &BTreeSet<String>) -> String {
-    let Subject {
+fn front_page(subject: &ModuleSubject<'_>, plan: &ModulePlan, names: &BTreeSet<String>) -> String {
+    let ModuleSubject {
         server,
         package,
         tool,
@@ -176,7 +176,7 @@ fn class_text(class: &Class, names: &BTreeSet<String>) -> String {
         .map(str::trim)
         .filter(|text| !text.is_empty());
     let (head, body) = match &class.body {
-        Body::Root(code) => (
+        ClassBody::Root(code) => (
             Code::subscript("RootModel", vec![code.clone()]).broken(
                 0,
                 &format!("class {}(", class.name),
@@ -184,7 +184,7 @@ fn class_text(class: &Class, names: &BTreeSet<String>) -> String {
             ),
             String::new(),
         ),
-        Body::Fields { fields, extra } => (
+        ClassBody::Fields { fields, extra } => (
             format!("class {}(Model, extra=\"{extra}\"):\n", class.name),
             fields_text(fields, names),
         ),
@@ -259,7 +259,7 @@ fn field_value(field: &Field, name: &str) -> Option<Code> {
     (!facts.is_empty()).then(|| Code::call("Field", facts))
 }
 
-fn functions(subject: &Subject<'_>, needs_nothing: bool) -> String {
+fn functions(subject: &ModuleSubject<'_>, needs_nothing: bool) -> String {
     let params = if needs_nothing {
         "params: Params | None = None"
     } else {
@@ -284,7 +284,7 @@ fn functions(subject: &Subject<'_>, needs_nothing: bool) -> String {
     )
 }
 
-fn documentation(subject: &Subject<'_>) -> String {
+fn documentation(subject: &ModuleSubject<'_>) -> String {
     let what = match subject.description.trim() {
         "" => format!("Calls the tool `{}`.", subject.tool),
         text => text.to_owned(),
@@ -299,7 +299,7 @@ fn documentation(subject: &Subject<'_>) -> String {
     literal::docstring(&text, 4, WIDTH)
 }
 
-fn call(subject: &Subject<'_>, function: &str) -> String {
+fn call(subject: &ModuleSubject<'_>, function: &str) -> String {
     let text = |text: &str| Code::text(literal::string(text));
     let mut arguments = vec![
         text(subject.server),

@@ -227,7 +227,7 @@ pub(crate) fn modules<'a>(tools: &[&'a str]) -> HashMap<&'a str, String> {
         .iter()
         .filter(|(module, tool)| module == tool)
         .map(|(module, _)| module.clone());
-    let mut names = Names::without(exact);
+    let mut names = NameScope::without(exact);
     let take = |(module, tool): (String, &'a str)| {
         let name = if module == tool {
             module
@@ -255,7 +255,7 @@ pub(crate) fn fields(properties: &[&str], others: &BTreeSet<String>) -> Vec<Stri
         .zip(properties)
         .filter(|(name, property)| name == *property)
         .map(|(name, _)| name.clone());
-    let mut names = Names::without(exact);
+    let mut names = NameScope::without(exact);
     let name = |(name, property): (String, &&str)| {
         if name == **property {
             name
@@ -286,15 +286,15 @@ pub(crate) fn class(hint: &str) -> String {
 
 /// Names already taken in one scope.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Names {
+pub(crate) struct NameScope {
     taken: BTreeSet<String>,
     /// The last number appended to each name.
     numbers: HashMap<String, u32>,
 }
 
-impl Names {
-    pub(crate) fn without(taken: impl IntoIterator<Item = String>) -> Names {
-        Names {
+impl NameScope {
+    pub(crate) fn without(taken: impl IntoIterator<Item = String>) -> NameScope {
+        NameScope {
             taken: taken.into_iter().collect(),
             numbers: HashMap::new(),
         }

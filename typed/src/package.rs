@@ -9,13 +9,13 @@ use crate::name::INDEX_NAMES;
 const MIN_SUMMARY: usize = 40;
 
 /// The entry of one module in an index.
-pub(crate) struct Entry<'a> {
+pub(crate) struct IndexEntry<'a> {
     pub(crate) name: &'a str,
     pub(crate) description: &'a str,
 }
 
 /// Returns the index of one server.
-pub(crate) fn server(server: &str, package: &str, tools: &[Entry<'_>]) -> String {
+pub(crate) fn server(server: &str, package: &str, tools: &[IndexEntry<'_>]) -> String {
     let example = tools.first().map_or("tool", |tool| tool.name);
     let page = format!(
         "The tools of the MCP server `{server}`, each in a module of its own.\n\n    \
@@ -27,7 +27,7 @@ pub(crate) fn server(server: &str, package: &str, tools: &[Entry<'_>]) -> String
 }
 
 /// Returns the index of all servers. Each entry has the name of its package.
-pub(crate) fn index(servers: &[Entry<'_>]) -> String {
+pub(crate) fn index(servers: &[IndexEntry<'_>]) -> String {
     let page = format!(
         "MCP servers as Python packages; `help(mcptools.<server>)` lists the tools of one.\n\n\
          A tool that reports an error raises `ToolError`, a call that could not be made \
@@ -54,7 +54,7 @@ fn page_text(page: &str) -> String {
     literal::docstring(page.trim_end(), 0, WIDTH)
 }
 
-fn listed(entries: &[Entry<'_>]) -> String {
+fn listed(entries: &[IndexEntry<'_>]) -> String {
     let longest = entries
         .iter()
         .map(|entry| entry.name.len())
@@ -63,7 +63,7 @@ fn listed(entries: &[Entry<'_>]) -> String {
         .min(40);
     // Two spaces separate the columns; docstrings need room for quotation marks.
     let room = WIDTH.saturating_sub(longest + 2 + 3).max(MIN_SUMMARY);
-    let line = |entry: &Entry<'_>| {
+    let line = |entry: &IndexEntry<'_>| {
         let summary = literal::summary(entry.description, room);
         format!("{:longest$}  {summary}", entry.name)
             .trim_end()
@@ -72,7 +72,7 @@ fn listed(entries: &[Entry<'_>]) -> String {
     entries.iter().map(line).collect::<Vec<_>>().join("\n")
 }
 
-fn lazy(entries: &[Entry<'_>]) -> String {
+fn lazy(entries: &[IndexEntry<'_>]) -> String {
     lazy_with(
         "",
         entries.iter().map(|entry| entry.name).collect(),
@@ -81,7 +81,7 @@ fn lazy(entries: &[Entry<'_>]) -> String {
 }
 
 /// Returns source that makes modules lazily imported attributes, visible to type checkers.
-fn lazy_with(imports: &str, mut exports: Vec<&str>, entries: &[Entry<'_>]) -> String {
+fn lazy_with(imports: &str, mut exports: Vec<&str>, entries: &[IndexEntry<'_>]) -> String {
     exports.sort_unstable();
     let exports = exports
         .iter()

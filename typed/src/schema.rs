@@ -10,7 +10,8 @@ use std::collections::HashMap;
 use serde_json::{Map, Value, json};
 
 use crate::shape::{
-    Bounds, Definition, Format, Lengths, Member, Others, Record, Schema, Shape, TextRules, union,
+    ClassRecord, Definition, Format, Lengths, Member, NumberBounds, OtherMembers, Schema, Shape,
+    TextRules, union,
 };
 
 /// Limit of nested shapes. Python's own parser fails at 200 brackets, of which a shape needs up to
@@ -433,17 +434,19 @@ impl<'a> Reader<'a> {
             .get("additionalProperties")
             .or(object.get("unevaluatedProperties"))
         {
-            None => Others::Unsaid,
-            Some(Value::Bool(false)) if object.contains_key("patternProperties") => Others::Allowed,
-            Some(Value::Bool(false)) => Others::Forbidden,
-            Some(_) => Others::Allowed,
+            None => OtherMembers::Unsaid,
+            Some(Value::Bool(false)) if object.contains_key("patternProperties") => {
+                OtherMembers::Allowed
+            }
+            Some(Value::Bool(false)) => OtherMembers::Forbidden,
+            Some(_) => OtherMembers::Allowed,
         };
-        if !has_members && (others != Others::Forbidden) {
+        if !has_members && (others != OtherMembers::Forbidden) {
             return self.map(object, depth);
         }
         let members = self.members(properties, &required, depth)?;
         let text = |key: &str| object.get(key).and_then(Value::as_str).map(str::to_owned);
-        Ok(Shape::Record(Record {
+        Ok(Shape::Record(ClassRecord {
             title: text("title"),
             description: text("description"),
             members,
@@ -794,7 +797,7 @@ enum Whole {
     No,
 }
 
-fn bounds(object: &Object, whole: Whole) -> Bounds {
+fn bounds(object: &Object, whole: Whole) -> NumberBounds {
     let number = |key: &str| {
         object
             .get(key)
@@ -834,7 +837,7 @@ fn bounds(object: &Object, whole: Whole) -> Bounds {
     {
         limits.push(("multiple_of", json!(step)));
     }
-    Bounds { limits }
+    NumberBounds { limits }
 }
 
 /// Rounds the limit of an integer to an integer.

@@ -28,8 +28,8 @@ pub(crate) enum Shape {
     Any,
     Null,
     Boolean,
-    Integer(Bounds),
-    Number(Bounds),
+    Integer(NumberBounds),
+    Number(NumberBounds),
     Text(TextRules),
     /// One of these values.
     Choice(Vec<Value>),
@@ -39,7 +39,7 @@ pub(crate) enum Shape {
         keys: Box<Shape>,
         values: Box<Shape>,
     },
-    Record(Record),
+    Record(ClassRecord),
     /// One of several shapes, none of which is a union.
     Union(Vec<Shape>),
     /// A definition, by its index.
@@ -48,7 +48,7 @@ pub(crate) enum Shape {
 
 /// Limits of a number.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub(crate) struct Bounds {
+pub(crate) struct NumberBounds {
     /// Pairs of a Pydantic keyword, such as `ge`, and the limit.
     pub(crate) limits: Vec<(&'static str, Value)>,
 }
@@ -97,16 +97,16 @@ impl Lengths {
 
 /// An object with known members: a class.
 #[derive(Debug, Clone, PartialEq)]
-pub(crate) struct Record {
+pub(crate) struct ClassRecord {
     pub(crate) title: Option<String>,
     pub(crate) description: Option<String>,
     pub(crate) members: Vec<Member>,
-    pub(crate) others: Others,
+    pub(crate) others: OtherMembers,
 }
 
 /// Whether a schema allows members that it does not name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Others {
+pub(crate) enum OtherMembers {
     Unsaid,
     Forbidden,
     Allowed,
@@ -212,11 +212,11 @@ impl Check<'_> {
         }
     }
 
-    fn accepts_members(&mut self, record: &Record, members: &Map<String, Value>) -> bool {
+    fn accepts_members(&mut self, record: &ClassRecord, members: &Map<String, Value>) -> bool {
         let known = |name: &str| record.members.iter().find(|member| member.name == name);
         let fits = members.iter().all(|(name, value)| match known(name) {
             Some(member) => self.accepts(&member.shape, value),
-            None => record.others == Others::Allowed,
+            None => record.others == OtherMembers::Allowed,
         });
         fits && record
             .members
@@ -244,7 +244,7 @@ impl Check<'_> {
     }
 }
 
-impl Bounds {
+impl NumberBounds {
     fn allow(&self, number: Option<f64>) -> bool {
         let Some(number) = number else { return false };
         self.limits.iter().all(|(word, limit)| {

@@ -9,7 +9,9 @@
 use std::path::PathBuf;
 use std::time::Instant;
 
-use cellblock_upstream::{CallOptions, ServerName, ServerParams, Settings, Upstream, Variables};
+use cellblock_upstream::{
+    CallOptions, ConnectSettings, ServerName, ServerParams, Upstream, Variables,
+};
 use serde_json::{Map, Value};
 
 #[tokio::main(flavor = "current_thread")]
@@ -27,7 +29,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     let upstream = Upstream::connect(
         &ServerName::new("example")?,
         &params,
-        &Settings::new(Variables::new(std::env::vars())),
+        &ConnectSettings::new(Variables::new(std::env::vars())),
     )
     .await?;
     let info = upstream.info();

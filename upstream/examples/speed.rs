@@ -8,7 +8,9 @@
 use std::io::{BufRead, Write};
 use std::time::{Duration, Instant};
 
-use cellblock_upstream::{CallOptions, ServerName, ServerParams, Settings, Upstream, Variables};
+use cellblock_upstream::{
+    CallOptions, ConnectSettings, ServerName, ServerParams, Upstream, Variables,
+};
 use serde_json::{Value, json};
 
 const CALLS: usize = 3000;
@@ -96,7 +98,7 @@ fn tool(number: usize) -> Value {
 async fn measure() -> Result<(), Box<dyn std::error::Error>> {
     let params =
         ServerParams::parse(&json!({"command": std::env::current_exe()?, "args": ["serve"]}))?;
-    let settings = Settings::new(Variables::new(std::env::vars()));
+    let settings = ConnectSettings::new(Variables::new(std::env::vars()));
     let name = ServerName::new("speed")?;
     let mut registrations = Vec::new();
     let mut starts = Vec::new();

@@ -20,11 +20,11 @@ pub struct CallOptions {
 }
 
 /// Callback for the progress of a call. It runs in the task that makes the call and must not block.
-pub type ProgressSink = Arc<dyn Fn(Progress) + Send + Sync>;
+pub type ProgressSink = Arc<dyn Fn(CallProgress) + Send + Sync>;
 
 /// Progress of a call, as reported by the server.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Progress {
+pub struct CallProgress {
     pub progress: f64,
     pub total: Option<f64>,
     /// Without control characters, and limited in length.
@@ -106,7 +106,7 @@ fn last(words: &Option<String>) -> String {
 
 /// Error code in the runner's protocol.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Reason {
+pub enum CallErrorCode {
     Timeout,
     Unknown,
     Invalid,
@@ -117,31 +117,31 @@ pub enum Reason {
 }
 
 impl CallError {
-    pub fn reason(&self) -> Reason {
+    pub fn reason(&self) -> CallErrorCode {
         match self {
-            CallError::Timeout { .. } => Reason::Timeout,
-            CallError::Unknown { .. } => Reason::Unknown,
-            CallError::Invalid { .. } => Reason::Invalid,
+            CallError::Timeout { .. } => CallErrorCode::Timeout,
+            CallError::Unknown { .. } => CallErrorCode::Unknown,
+            CallError::Invalid { .. } => CallErrorCode::Invalid,
             CallError::ToolChanged { .. }
             | CallError::Unavailable { .. }
-            | CallError::Interrupted { .. } => Reason::Unavailable,
-            CallError::Refused { .. } | CallError::Protocol { .. } => Reason::Protocol,
-            CallError::TooLarge { .. } | CallError::TooManyValues { .. } => Reason::TooLarge,
-            CallError::Cancelled => Reason::Cancelled,
+            | CallError::Interrupted { .. } => CallErrorCode::Unavailable,
+            CallError::Refused { .. } | CallError::Protocol { .. } => CallErrorCode::Protocol,
+            CallError::TooLarge { .. } | CallError::TooManyValues { .. } => CallErrorCode::TooLarge,
+            CallError::Cancelled => CallErrorCode::Cancelled,
         }
     }
 }
 
-impl Reason {
+impl CallErrorCode {
     pub fn as_str(self) -> &'static str {
         match self {
-            Reason::Timeout => "timeout",
-            Reason::Unknown => "unknown",
-            Reason::Invalid => "invalid",
-            Reason::Unavailable => "unavailable",
-            Reason::Protocol => "protocol",
-            Reason::TooLarge => "too_large",
-            Reason::Cancelled => "cancelled",
+            CallErrorCode::Timeout => "timeout",
+            CallErrorCode::Unknown => "unknown",
+            CallErrorCode::Invalid => "invalid",
+            CallErrorCode::Unavailable => "unavailable",
+            CallErrorCode::Protocol => "protocol",
+            CallErrorCode::TooLarge => "too_large",
+            CallErrorCode::Cancelled => "cancelled",
         }
     }
 }

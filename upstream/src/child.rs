@@ -27,7 +27,7 @@ use tokio::sync::oneshot;
 use tokio::time::{sleep, timeout};
 use tokio_util::sync::CancellationToken;
 
-use crate::variables::{Mask, Variables};
+use crate::variables::{SecretMask, Variables};
 
 /// Variables that MCP clients pass on to the servers they start.
 pub(crate) const INHERITED: [&str; 7] =
@@ -126,7 +126,7 @@ pub(crate) async fn start(
     program: Program<'_>,
     host: &Variables,
     wrapper: Option<&WrapperCommand>,
-    mask: Mask,
+    mask: SecretMask,
 ) -> Result<Started, StartError> {
     if program
         .folder
@@ -259,7 +259,7 @@ impl LastWords {
         (!told.is_empty()).then(|| told.join("\n"))
     }
 
-    fn add(&self, line: &[u8], mask: &Mask) {
+    fn add(&self, line: &[u8], mask: &SecretMask) {
         let line = mask.hide(&String::from_utf8_lossy(line));
         let line: String = line
             .trim()
@@ -288,7 +288,7 @@ impl LastWords {
 async fn listen(
     errors: impl AsyncRead + Unpin,
     last_words: LastWords,
-    mask: Mask,
+    mask: SecretMask,
     over: CancellationToken,
 ) {
     let given_up = async {
@@ -303,7 +303,7 @@ async fn listen(
 }
 
 /// Reads lines. A long line is truncated.
-async fn read(mut errors: impl AsyncRead + Unpin, last_words: &LastWords, mask: &Mask) {
+async fn read(mut errors: impl AsyncRead + Unpin, last_words: &LastWords, mask: &SecretMask) {
     let mut line = Vec::new();
     let mut buffer = [0; 4096];
     while let Ok(count @ 1..) = errors.read(&mut buffer).await {
@@ -411,7 +411,7 @@ mod tests {
             environment: &environment,
             folder: None,
         };
-        start(program, &host(), None, Mask::default())
+        start(program, &host(), None, SecretMask::default())
             .await
             .unwrap()
     }
@@ -454,9 +454,14 @@ mod tests {
             folder,
         };
         let attempt = async |command, folder| {
-            start(program(command, folder), &host(), None, Mask::default())
-                .await
-                .err()
+            start(
+                program(command, folder),
+                &host(),
+                None,
+                SecretMask::default(),
+            )
+            .await
+            .err()
         };
         assert!(matches!(
             attempt("no-such-program", None).await,
@@ -523,7 +528,7 @@ mod tests {
         listen(
             many.as_bytes(),
             words.clone(),
-            Mask::default(),
+            SecretMask::default(),
             CancellationToken::new(),
         )
         .await;

@@ -1,6 +1,6 @@
 //! One live connection to a server: listing tools, and calls.
 //!
-//! Every failed request has one of a few outcomes (`Failure`). The outcome determines whether the
+//! Every failed request has one of a few outcomes (`CallFailure`). The outcome determines whether the
 //! server may have executed the request.
 
 use std::collections::HashSet;
@@ -18,12 +18,12 @@ use rmcp::transport::streamable_http_client::StreamableHttpError;
 use serde_json::Value;
 use tokio::time::{Instant, sleep_until, timeout};
 
-use crate::call::{CallOptions, Progress, ProgressSink};
+use crate::call::{CallOptions, CallProgress, ProgressSink};
 use crate::child::LastWords;
 use crate::greeting::{ConnectError, Era};
-use crate::handler::Handler;
-use crate::upstream::Limits;
-use crate::variables::Mask;
+use crate::handler::RejectingHandler;
+use crate::upstream::ServerLimits;
+use crate::variables::SecretMask;
 use crate::watched::{Sent, Watch};
 use crate::web::WebError;
 use crate::wire;
@@ -34,19 +34,19 @@ const MAX_TEXT_LENGTH: usize = 500;
 const MAX_CURSOR_LENGTH: usize = 4096;
 
 /// A live connection. Dropping it closes it gracefully.
-pub(crate) struct Connection {
-    service: RunningService<RoleClient, Handler>,
+pub(crate) struct UpstreamConnection {
+    service: RunningService<RoleClient, RejectingHandler>,
     pub(crate) era: Era,
     /// The server's own name.
     pub(crate) server: Option<String>,
-    mask: Mask,
+    mask: SecretMask,
     last_words: Option<LastWords>,
     watch: Watch,
 }
 
 /// Reason why a call has no result.
 #[derive(Debug)]
-pub(crate) enum Failure {
+pub(crate) enum CallFailure {
     /// Nothing reached the server.
     NotSent {
         why: String,
@@ -65,16 +65,16 @@ pub(crate) enum Failure {
     Cancelled,
 }
 
-impl Connection {
+impl UpstreamConnection {
     pub(crate) fn new(
-        service: RunningService<RoleClient, Handler>,
+        service: RunningService<RoleClient, RejectingHandler>,
         era: Era,
         server: Option<String>,
-        mask: Mask,
+        mask: SecretMask,
         last_words: Option<LastWords>,
         watch: Watch,
-    ) -> Connection {
-        let connection = Connection {
+    ) -> UpstreamConnection {
+        let connection = UpstreamConnection {
             service,
             era,
             server,
@@ -154,7 +154,7 @@ impl Connection {
     }
 
     /// Returns all tools, as the server defines them.
-    pub(crate) async fn list(&self, limits: &Limits) -> Result<Vec<Value>, ConnectError> {
+    pub(crate) async fn list(&self, limits: &ServerLimits) -> Result<Vec<Value>, ConnectError> {
         let listed = timeout(limits.connect, self.pages(limits)).await;
         match listed {
             Ok(listed) => listed,
@@ -165,7 +165,7 @@ impl Connection {
         }
     }
 
-    async fn pages(&self, limits: &Limits) -> Result<Vec<Value>, ConnectError> {
+    async fn pages(&self, limits: &ServerLimits) -> Result<Vec<Value>, ConnectError> {
         let mut tools = Vec::new();
         let mut cursors = HashSet::new();
         let mut cursor = None;
@@ -224,14 +224,14 @@ impl Connection {
             }
             Ok(_) => Err(no_list()),
             // Servers without tools need not implement this method.
-            Err(Failure::Refused { code: -32601, .. }) => Ok(None),
-            Err(Failure::Refused { message, .. }) => {
+            Err(CallFailure::Refused { code: -32601, .. }) => Ok(None),
+            Err(CallFailure::Refused { message, .. }) => {
                 Err(ConnectError::ListRefused { why: message })
             }
-            Err(Failure::TooLarge | Failure::TooManyValues) => {
+            Err(CallFailure::TooLarge | CallFailure::TooManyValues) => {
                 Err(ConnectError::List { why: "is too long" })
             }
-            Err(Failure::NotSent { why }) => Err(ConnectError::Greeting { why }),
+            Err(CallFailure::NotSent { why }) => Err(ConnectError::Greeting { why }),
             Err(_) => Err(ConnectError::Ended {
                 last_words: self.last_words().await,
             }),
@@ -246,7 +246,7 @@ impl Connection {
         arguments: JsonObject,
         options: &CallOptions,
         time: (Duration, Duration),
-    ) -> Result<Value, Failure> {
+    ) -> Result<Value, CallFailure> {
         let params = CallToolRequestParams::new(tool.to_owned()).with_arguments(arguments);
         let request = CallToolRequest::new(params);
         let mut result = self
@@ -261,9 +261,9 @@ impl Connection {
         request: ClientRequest,
         options: &CallOptions,
         time: Option<(Duration, Duration)>,
-    ) -> Result<Value, Failure> {
+    ) -> Result<Value, CallFailure> {
         let peer = self.service.peer();
-        let not_sent = || Failure::NotSent {
+        let not_sent = || CallFailure::NotSent {
             why: "the connection is closed".to_owned(),
         };
         let handle = peer
@@ -307,7 +307,7 @@ impl Connection {
                     told.peer = None;
                     return Err(self.lost(&told.request).await);
                 }
-                () = options.cancel.cancelled() => return Err(Failure::Cancelled),
+                () = options.cancel.cancelled() => return Err(CallFailure::Cancelled),
                 Some(step) = progress.receiver.recv() => {
                     if let (Some((silence, _)), Some(latest)) = (time, latest) {
                         deadline = Some((Instant::now() + silence).min(latest));
@@ -315,53 +315,55 @@ impl Connection {
                     further.tell(step);
                 }
                 () = sleep_until(deadline.unwrap_or(begun)), if deadline.is_some() => {
-                    return Err(Failure::Timeout(begun.elapsed()));
+                    return Err(CallFailure::Timeout(begun.elapsed()));
                 }
             }
         }
     }
 
     /// Returns the failure of a request whose connection was lost before the response.
-    async fn lost(&self, request: &RequestId) -> Failure {
+    async fn lost(&self, request: &RequestId) -> CallFailure {
         match self.watch.sent.may_have_arrived(request).await {
-            true => Failure::Lost,
-            false => Failure::NotSent {
+            true => CallFailure::Lost,
+            false => CallFailure::NotSent {
                 why: "the connection is closed".to_owned(),
             },
         }
     }
 
-    fn understand(&self, answered: Result<ServerResult, ServiceError>) -> Result<Value, Failure> {
+    fn understand(
+        &self,
+        answered: Result<ServerResult, ServiceError>,
+    ) -> Result<Value, CallFailure> {
         match answered {
             Ok(ServerResult::CustomResult(result)) => Ok(result.0),
-            Ok(result) => {
-                serde_json::to_value(result).map_err(|_| Failure::NotAResult("it cannot be read"))
-            }
+            Ok(result) => serde_json::to_value(result)
+                .map_err(|_| CallFailure::NotAResult("it cannot be read")),
             Err(ServiceError::McpError(error)) if wire::is_too_large(&error) => {
-                Err(Failure::TooLarge)
+                Err(CallFailure::TooLarge)
             }
             Err(ServiceError::McpError(error)) if wire::has_too_many_values(&error) => {
-                Err(Failure::TooManyValues)
+                Err(CallFailure::TooManyValues)
             }
-            Err(ServiceError::McpError(error)) if wire::is_unreadable(&error) => {
-                Err(Failure::NotAResult("it is no JSON, or nested too deeply"))
-            }
-            Err(ServiceError::McpError(error)) => Err(Failure::Refused {
+            Err(ServiceError::McpError(error)) if wire::is_unreadable(&error) => Err(
+                CallFailure::NotAResult("it is no JSON, or nested too deeply"),
+            ),
+            Err(ServiceError::McpError(error)) => Err(CallFailure::Refused {
                 code: error.code.0,
                 message: said(&error.message, &self.mask),
             }),
             Err(ServiceError::TransportSend(error)) => Err(self.not_sent(error.error.as_ref())),
-            Err(ServiceError::Cancelled { .. }) => Err(Failure::Cancelled),
-            Err(_) => Err(Failure::NotAResult("it is not what was asked for")),
+            Err(ServiceError::Cancelled { .. }) => Err(CallFailure::Cancelled),
+            Err(_) => Err(CallFailure::NotAResult("it is not what was asked for")),
         }
     }
 
     /// Distinguishes requests that cannot have reached the server from those that may have.
-    fn not_sent(&self, error: &(dyn Error + 'static)) -> Failure {
+    fn not_sent(&self, error: &(dyn Error + 'static)) -> CallFailure {
         // A partly written line is not a message.
         if error.is::<std::io::Error>() {
             self.give_up();
-            return Failure::NotSent {
+            return CallFailure::NotSent {
                 why: "it ended".to_owned(),
             };
         }
@@ -369,40 +371,40 @@ impl Connection {
             error.downcast_ref::<StreamableHttpError<WebError>>()
         {
             self.give_up();
-            return Failure::NotSent {
+            return CallFailure::NotSent {
                 why: "it has ended the session".to_owned(),
             };
         }
         match web_error(error) {
-            Some(error) if error.is_before_the_server() => Failure::NotSent {
+            Some(error) if error.is_before_the_server() => CallFailure::NotSent {
                 why: said(&error.to_string(), &self.mask),
             },
-            Some(WebError::TooLarge(_)) => Failure::TooLarge,
+            Some(WebError::TooLarge(_)) => CallFailure::TooLarge,
             Some(WebError::ContentType) => {
-                Failure::NotAResult("its answer is of a type that is not known")
+                CallFailure::NotAResult("its answer is of a type that is not known")
             }
             Some(
                 error @ (WebError::Status(status)
                 | WebError::Moved(status)
                 | WebError::Refused(status)),
-            ) => Failure::Refused {
+            ) => CallFailure::Refused {
                 code: i32::from(*status),
                 message: error.to_string(),
             },
-            Some(_) => Failure::Lost,
+            Some(_) => CallFailure::Lost,
             None => match error.downcast_ref::<StreamableHttpError<WebError>>() {
                 Some(
                     StreamableHttpError::UnexpectedServerResponse(_)
                     | StreamableHttpError::Deserialize(_),
-                ) => Failure::NotAResult("it is no message"),
-                _ => Failure::Lost,
+                ) => CallFailure::NotAResult("it is no message"),
+                _ => CallFailure::Lost,
             },
         }
     }
 }
 
 /// Returns a text from a server, limited in length, on one line and with secrets masked.
-pub(crate) fn said(text: &str, mask: &Mask) -> String {
+pub(crate) fn said(text: &str, mask: &SecretMask) -> String {
     let text = mask.hide(text);
     text.chars()
         .map(|character| {
@@ -430,7 +432,7 @@ struct Further<'a> {
 }
 
 impl Further<'_> {
-    fn tell(&mut self, step: Progress) {
+    fn tell(&mut self, step: CallProgress) {
         if step.progress > self.furthest {
             self.furthest = step.progress;
             if let Some(sink) = self.sink {

@@ -12,29 +12,29 @@ use tokio::sync::{mpsc, oneshot};
 use tokio::time::Instant;
 use tokio_util::sync::{CancellationToken, DropGuard};
 
-use crate::connection::Connection;
+use crate::connection::UpstreamConnection;
 use crate::greeting::{self, ConnectError, Era, told};
 use crate::params::ServerParams;
 use crate::tools::{self, PinnedTools};
-use crate::upstream::Settings;
+use crate::upstream::ConnectSettings;
 
 /// Initial backoff after a failure; it doubles with each further failure.
 const MIN_WAIT: Duration = Duration::from_millis(500);
 const MAX_WAIT: Duration = Duration::from_secs(30);
 
 /// Reply channel of a caller that needs a connection.
-pub(crate) type Wanted = oneshot::Sender<Result<Arc<Connection>, String>>;
+pub(crate) type ConnectionReply = oneshot::Sender<Result<Arc<UpstreamConnection>, String>>;
 
 /// The current connection, and properties of the last one.
-pub(crate) struct Link {
-    current: RwLock<Option<Arc<Connection>>>,
+pub(crate) struct ConnectionLink {
+    current: RwLock<Option<Arc<UpstreamConnection>>>,
     facts: RwLock<(Era, Option<String>)>,
 }
 
-impl Link {
-    pub(crate) fn new(connection: Connection) -> Link {
+impl ConnectionLink {
+    pub(crate) fn new(connection: UpstreamConnection) -> ConnectionLink {
         let facts = (connection.era, connection.server.clone());
-        Link {
+        ConnectionLink {
             current: RwLock::new(Some(Arc::new(connection))),
             facts: RwLock::new(facts),
         }
@@ -48,7 +48,7 @@ impl Link {
             .clone()
     }
 
-    pub(crate) fn usable(&self) -> Option<Arc<Connection>> {
+    pub(crate) fn usable(&self) -> Option<Arc<UpstreamConnection>> {
         let current = self.current.read().unwrap_or_else(PoisonError::into_inner);
         current
             .as_ref()
@@ -56,13 +56,13 @@ impl Link {
             .cloned()
     }
 
-    fn set(&self, connection: Arc<Connection>) {
+    fn set(&self, connection: Arc<UpstreamConnection>) {
         *self.facts.write().unwrap_or_else(PoisonError::into_inner) =
             (connection.era, connection.server.clone());
         *self.current.write().unwrap_or_else(PoisonError::into_inner) = Some(connection);
     }
 
-    fn take(&self) -> Option<Arc<Connection>> {
+    fn take(&self) -> Option<Arc<UpstreamConnection>> {
         self.current
             .write()
             .unwrap_or_else(PoisonError::into_inner)
@@ -73,10 +73,10 @@ impl Link {
 /// The task and its state.
 pub(crate) struct Driver {
     pub(crate) params: ServerParams,
-    pub(crate) settings: Settings,
+    pub(crate) settings: ConnectSettings,
     pub(crate) pinned: Arc<PinnedTools>,
-    pub(crate) link: Arc<Link>,
-    pub(crate) wanted: mpsc::Receiver<Wanted>,
+    pub(crate) link: Arc<ConnectionLink>,
+    pub(crate) wanted: mpsc::Receiver<ConnectionReply>,
     pub(crate) closing: CancellationToken,
     /// On drop, signals that the connection is closed.
     pub(crate) ended: DropGuard,
@@ -131,7 +131,7 @@ impl Driver {
         }
     }
 
-    async fn live(&self, failures: &mut Failures) -> Result<Arc<Connection>, ConnectError> {
+    async fn live(&self, failures: &mut Failures) -> Result<Arc<UpstreamConnection>, ConnectError> {
         if let Some(connection) = self.link.usable()
             && (!connection.is_stale() || self.compare(&connection).await)
         {
@@ -177,7 +177,7 @@ impl Driver {
 
     /// Compares the server's current tools with the registered ones. If they cannot be listed, the
     /// connection is no longer used.
-    async fn compare(&self, connection: &Arc<Connection>) -> bool {
+    async fn compare(&self, connection: &Arc<UpstreamConnection>) -> bool {
         let look = connection.look();
         match connection.list(&self.settings.limits).await {
             Ok(listed) => {
@@ -207,7 +207,7 @@ impl Driver {
 
 /// A connection, and the server's tools.
 pub(crate) struct Opened {
-    pub(crate) connection: Connection,
+    pub(crate) connection: UpstreamConnection,
     pub(crate) tools: Vec<ToolSchema>,
     pub(crate) notes: Vec<String>,
 }
@@ -215,7 +215,7 @@ pub(crate) struct Opened {
 /// Connects and lists the tools. A known era is not negotiated.
 pub(crate) async fn open(
     params: &ServerParams,
-    settings: &Settings,
+    settings: &ConnectSettings,
     known: Option<Era>,
 ) -> Result<Opened, ConnectError> {
     let filled = params.fill(&settings.variables)?;

@@ -1,6 +1,6 @@
 //! Servers for tests.
 //!
-//! `Script` is a small server without a library: it sends exactly what a test requires, right or
+//! `ServerScript` is a small server without a library: it sends exactly what a test requires, right or
 //! wrong. It runs as a child process, which is this test program started again with only
 //! `child_server`, or behind HTTP (`tests/web.rs`).
 
@@ -10,7 +10,7 @@ use std::path::PathBuf;
 use serde_json::{Value, json};
 
 use crate::{
-    CallOptions, CallReply, ServerName, ServerParams, Settings, Upstream, Variables,
+    CallOptions, CallReply, ConnectSettings, ServerName, ServerParams, Upstream, Variables,
     WrapperCommand, exec_with_parent,
 };
 
@@ -18,15 +18,15 @@ use crate::{
 const SCRIPT: &str = "CELLBLOCK_FIXTURE";
 
 /// Behaviour of a server. It is JSON, because it is passed in an environment variable.
-pub(crate) struct Script {
+pub(crate) struct ServerScript {
     settings: Value,
     /// Number of starts of all servers that share a directory.
     starts: usize,
     is_changed: bool,
 }
 
-impl Script {
-    pub(crate) fn new(settings: Value) -> Script {
+impl ServerScript {
+    pub(crate) fn new(settings: Value) -> ServerScript {
         let starts = settings["folder"].as_str().map_or(1, |folder| {
             let path = PathBuf::from(folder).join("starts");
             let mut text = std::fs::read_to_string(&path).unwrap_or_default();
@@ -34,7 +34,7 @@ impl Script {
             std::fs::write(&path, &text).unwrap();
             text.len()
         });
-        Script {
+        ServerScript {
             settings,
             starts,
             is_changed: false,
@@ -313,13 +313,13 @@ pub(crate) fn child_with(script: Value, mut environment: Value) -> ServerParams 
     .unwrap()
 }
 
-pub(crate) fn settings() -> Settings {
+pub(crate) fn settings() -> ConnectSettings {
     let variables = [
         ("PATH", std::env::var("PATH").unwrap()),
         ("TOKEN", "hunter2-token".to_owned()),
         ("OTHER", "never-given".to_owned()),
     ];
-    Settings::new(Variables::new(
+    ConnectSettings::new(Variables::new(
         variables.map(|(name, value)| (name.to_owned(), value)),
     ))
 }
@@ -393,7 +393,7 @@ fn child_server() {
         return;
     }
     let settings: Value = serde_json::from_str(&text).unwrap();
-    let mut script = Script::new(settings.clone());
+    let mut script = ServerScript::new(settings.clone());
     let mut output = std::io::stdout();
     // The test runner may have written the beginning of a line.
     output.write_all(b"\n").unwrap();

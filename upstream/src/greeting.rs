@@ -18,13 +18,13 @@ use tokio::time::{Instant, timeout_at};
 
 use crate::addresses::AddressError;
 use crate::child::{self, LastWords, Program, StartError};
-use crate::connection::{Connection, said};
-use crate::handler::{Handler, ourselves};
-use crate::lines::Lines;
+use crate::connection::{UpstreamConnection, said};
+use crate::handler::{RejectingHandler, ourselves};
+use crate::lines::PipeLines;
 use crate::params::{self, BadParams, HttpTransport, Target};
 use crate::sse::SseTransport;
-use crate::upstream::Settings;
-use crate::variables::{Filled, Mask, MissingVariables};
+use crate::upstream::ConnectSettings;
+use crate::variables::{Filled, MissingVariables, SecretMask};
 use crate::watched::{Watch, Watched};
 use crate::web::{ClientError, Web, WebError};
 
@@ -95,9 +95,9 @@ fn last(words: &Option<String>) -> String {
 /// Connects within the connect timeout. A known era is not negotiated.
 pub(crate) async fn open(
     filled: &Filled<Target<String>>,
-    settings: &Settings,
+    settings: &ConnectSettings,
     known: Option<Era>,
-) -> Result<Connection, ConnectError> {
+) -> Result<UpstreamConnection, ConnectError> {
     let limit = settings.limits.connect;
     let opening = Opening {
         mask: filled.mask.clone(),
@@ -143,8 +143,8 @@ pub(crate) async fn open(
 
 /// A connection that is being opened.
 struct Opening<'a> {
-    mask: Mask,
-    settings: &'a Settings,
+    mask: SecretMask,
+    settings: &'a ConnectSettings,
     limit: Duration,
     deadline: Instant,
 }
@@ -154,7 +154,7 @@ impl Opening<'_> {
         &self,
         program: impl Fn() -> Program<'p>,
         known: Option<Era>,
-    ) -> Result<Connection, ConnectError> {
+    ) -> Result<UpstreamConnection, ConnectError> {
         let installs = child::installs_first(program().command);
         let era = match known {
             Some(era) => era,
@@ -203,7 +203,7 @@ impl Opening<'_> {
             self.mask.clone(),
         )
         .await?;
-        let lines = Lines::new(
+        let lines = PipeLines::new(
             started.output,
             started.input,
             self.settings.limits.largest_message,
@@ -217,7 +217,7 @@ impl Opening<'_> {
         web: Web,
         url: &str,
         known: Option<Era>,
-    ) -> Result<Connection, ConnectError> {
+    ) -> Result<UpstreamConnection, ConnectError> {
         let first = known.map_or_else(either, lifecycle);
         let opened = self
             .greet(
@@ -244,7 +244,7 @@ impl Opening<'_> {
         }
     }
 
-    async fn sse(&self, web: Web, url: &reqwest::Url) -> Result<Connection, ConnectError> {
+    async fn sse(&self, web: Web, url: &reqwest::Url) -> Result<UpstreamConnection, ConnectError> {
         let opened = timeout_at(self.deadline, SseTransport::open(web, url)).await;
         let transport = opened.map_err(|_| ConnectError::Timeout {
             limit: self.limit,
@@ -266,11 +266,11 @@ impl Opening<'_> {
         lifecycle: ClientLifecycleMode,
         last_words: Option<LastWords>,
         watch: Watch,
-    ) -> Result<Connection, ConnectError> {
+    ) -> Result<UpstreamConnection, ConnectError> {
         let watched = Watched::new(transport, &watch);
         let greeted = timeout_at(
             self.deadline,
-            serve_client_with_lifecycle(Handler, watched, lifecycle),
+            serve_client_with_lifecycle(RejectingHandler, watched, lifecycle),
         )
         .await;
         let words = async || match &last_words {
@@ -295,7 +295,7 @@ impl Opening<'_> {
         let server =
             server.map(|server| said(&format!("{} {}", server.name, server.version), &self.mask));
         let era = if is_modern { Era::Modern } else { Era::Legacy };
-        Ok(Connection::new(
+        Ok(UpstreamConnection::new(
             service,
             era,
             server,
@@ -343,7 +343,7 @@ impl Opening<'_> {
 /// tool has finished, so this also limits its concurrent calls.
 const MAX_POSTS: usize = 256;
 
-type ChildLines = Lines<tokio::process::ChildStdout, tokio::process::ChildStdin>;
+type ChildLines = PipeLines<tokio::process::ChildStdout, tokio::process::ChildStdin>;
 
 fn streamable_transport(web: Web, url: &str) -> StreamableHttpClientTransport<Web> {
     // An expired session is treated as a lost connection: after reconnecting, the tools are

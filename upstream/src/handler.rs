@@ -14,18 +14,18 @@ use rmcp::model::{
 };
 use tokio::sync::{Notify, mpsc};
 
-use crate::call::Progress;
+use crate::call::CallProgress;
 use crate::connection::said;
-use crate::variables::Mask;
+use crate::variables::SecretMask;
 
 /// Maximum number of queued progress notifications with an unknown token: those of a call that was
 /// sent but not yet returned to its caller.
 const MAX_EARLY: usize = 64;
 
 /// rmcp's handler for requests of a server. Its defaults reject or ignore them.
-pub(crate) struct Handler;
+pub(crate) struct RejectingHandler;
 
-impl ClientHandler for Handler {
+impl ClientHandler for RejectingHandler {
     fn get_info(&self) -> ClientConfig {
         ClientConfig::new(ClientCapabilities::default(), ourselves())
             .with_protocol_version(ProtocolVersion::V_2025_11_25)
@@ -68,25 +68,25 @@ impl Changed {
 /// Receivers of progress notifications, by token.
 #[derive(Default)]
 pub(crate) struct ProgressTokens {
-    mask: Mask,
+    mask: SecretMask,
     followed: Mutex<Followed>,
 }
 
 #[derive(Default)]
 struct Followed {
-    calls: HashMap<ProgressToken, mpsc::Sender<Progress>>,
-    early: VecDeque<(ProgressToken, Progress)>,
+    calls: HashMap<ProgressToken, mpsc::Sender<CallProgress>>,
+    early: VecDeque<(ProgressToken, CallProgress)>,
 }
 
 /// Progress of one call. Dropping it unsubscribes.
 pub(crate) struct Follower {
     tokens: Arc<ProgressTokens>,
     token: ProgressToken,
-    pub(crate) receiver: mpsc::Receiver<Progress>,
+    pub(crate) receiver: mpsc::Receiver<CallProgress>,
 }
 
 impl ProgressTokens {
-    pub(crate) fn new(mask: Mask) -> ProgressTokens {
+    pub(crate) fn new(mask: SecretMask) -> ProgressTokens {
         ProgressTokens {
             mask,
             ..ProgressTokens::default()
@@ -115,7 +115,7 @@ impl ProgressTokens {
         let message = params.message.map(|message| said(&message, &self.mask));
         let (token, progress) = (
             params.progress_token,
-            Progress {
+            CallProgress {
                 progress: params.progress,
                 total: params.total,
                 message,

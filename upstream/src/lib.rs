@@ -45,13 +45,13 @@ mod web;
 mod wire;
 
 pub use addresses::AddressPolicy;
-pub use call::{CallError, CallOptions, CallReply, Progress, ProgressSink, Reason};
+pub use call::{CallError, CallErrorCode, CallOptions, CallProgress, CallReply, ProgressSink};
 pub use cellblock_typed::{Package, ServerName, ServerNameError};
 pub use child::{WrapperCommand, exec_with_parent};
 pub use greeting::{ConnectError, Era};
 pub use params::{BadParams, ServerKind, ServerParams};
 pub use registry::{Owner, RegisterError, Registry};
-pub use upstream::{Limits, Settings, ToolInfo, ToolState, Upstream, UpstreamInfo};
+pub use upstream::{ConnectSettings, ServerLimits, ToolInfo, ToolState, Upstream, UpstreamInfo};
 pub use variables::Variables;
 
 #[cfg(test)]

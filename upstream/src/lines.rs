@@ -28,7 +28,7 @@ const PROBED: Budget = Budget {
 };
 
 /// Both directions of a program's pipes.
-pub(crate) struct Lines<R, W> {
+pub(crate) struct PipeLines<R, W> {
     reader: BufReader<R>,
     line: Vec<u8>,
     /// A line that is being decoded. Later lines wait, so that messages stay in order.
@@ -47,9 +47,9 @@ enum Line {
     End,
 }
 
-impl<R: AsyncRead + Send + Unpin, W: AsyncWrite + Send + Unpin + 'static> Lines<R, W> {
-    pub(crate) fn new(reader: R, writer: W, largest: usize) -> Lines<R, W> {
-        Lines {
+impl<R: AsyncRead + Send + Unpin, W: AsyncWrite + Send + Unpin + 'static> PipeLines<R, W> {
+    pub(crate) fn new(reader: R, writer: W, largest: usize) -> PipeLines<R, W> {
+        PipeLines {
             reader: BufReader::new(reader),
             line: Vec::new(),
             reading: None,
@@ -71,7 +71,7 @@ impl<R: AsyncRead + Send + Unpin, W: AsyncWrite + Send + Unpin + 'static> Lines<
     }
 
     /// Stops `child` together with this transport.
-    pub(crate) fn with_child(mut self, child: Child) -> Lines<R, W> {
+    pub(crate) fn with_child(mut self, child: Child) -> PipeLines<R, W> {
         self.child = Some(child);
         self
     }
@@ -143,7 +143,7 @@ impl<R: AsyncRead + Send + Unpin, W: AsyncWrite + Send + Unpin + 'static> Lines<
 }
 
 impl<R: AsyncRead + Send + Unpin, W: AsyncWrite + Send + Unpin + 'static> Transport<RoleClient>
-    for Lines<R, W>
+    for PipeLines<R, W>
 {
     type Error = io::Error;
 
@@ -210,8 +210,8 @@ mod tests {
 
     use super::*;
 
-    fn lines(text: &str, largest: usize) -> Lines<&[u8], Vec<u8>> {
-        Lines::new(text.as_bytes(), Vec::new(), largest)
+    fn lines(text: &str, largest: usize) -> PipeLines<&[u8], Vec<u8>> {
+        PipeLines::new(text.as_bytes(), Vec::new(), largest)
     }
 
     #[tokio::test]

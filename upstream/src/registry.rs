@@ -13,7 +13,7 @@ use tokio::sync::watch;
 
 use crate::greeting::ConnectError;
 use crate::params::ServerParams;
-use crate::upstream::{Settings, Upstream, UpstreamInfo};
+use crate::upstream::{ConnectSettings, Upstream, UpstreamInfo};
 
 /// Maximum number of servers of one owner. Each may be a process.
 const MAX_SERVERS: usize = 50;
@@ -85,7 +85,7 @@ impl Registry {
         owner: &Owner,
         name: &ServerName,
         params: &ServerParams,
-        settings: &Settings,
+        settings: &ConnectSettings,
     ) -> Result<Upstream, RegisterError> {
         // Check before a program is started that could not be registered.
         may_join(&self.servers(), owner, name)?;

@@ -24,7 +24,7 @@ const SESSION: &str = "mcp-session-id";
 const JSON: &str = "application/json";
 const EVENTS: &str = "text/event-stream";
 
-type Failure = StreamableHttpError<WebError>;
+type CallFailure = StreamableHttpError<WebError>;
 type Headers = HashMap<HeaderName, HeaderValue>;
 
 impl StreamableHttpClient for Web {
@@ -37,11 +37,11 @@ impl StreamableHttpClient for Web {
         session: Option<Arc<str>>,
         _token: Option<String>,
         headers: Headers,
-    ) -> Result<StreamableHttpPostResponse, Failure> {
+    ) -> Result<StreamableHttpPostResponse, CallFailure> {
         let body = serde_json::to_vec(&message)?;
         let request = self.with_headers(Method::POST, &uri, session.as_deref(), headers);
         let request = request.header(http::header::CONTENT_TYPE, JSON).body(body);
-        let response = web::send(request).await.map_err(Failure::Client)?;
+        let response = web::send(request).await.map_err(CallFailure::Client)?;
         let status = response.status();
         let asked = asked(&message);
         match () {
@@ -49,7 +49,7 @@ impl StreamableHttpClient for Web {
                 Ok(StreamableHttpPostResponse::Accepted)
             }
             () if status == StatusCode::NOT_FOUND && session.is_some() => {
-                Err(Failure::SessionExpired)
+                Err(CallFailure::SessionExpired)
             }
             () if !status.is_success() => self.failed(response, &message, session.is_some()).await,
             // A notification has no response, whatever the server returns.
@@ -62,7 +62,7 @@ impl StreamableHttpClient for Web {
                 ))
             }
             () if web::is_type(&response, JSON) => self.answered(response, asked).await,
-            () => Err(Failure::Client(WebError::ContentType)),
+            () => Err(CallFailure::Client(WebError::ContentType)),
         }
     }
 
@@ -72,9 +72,12 @@ impl StreamableHttpClient for Web {
         session: Arc<str>,
         _token: Option<String>,
         headers: Headers,
-    ) -> Result<(), Failure> {
+    ) -> Result<(), CallFailure> {
         let request = self.with_headers(Method::DELETE, &uri, Some(&session), headers);
-        web::send(request).await.map(drop).map_err(Failure::Client)
+        web::send(request)
+            .await
+            .map(drop)
+            .map_err(CallFailure::Client)
     }
 
     async fn get_stream(
@@ -84,12 +87,12 @@ impl StreamableHttpClient for Web {
         last_event: Option<String>,
         _token: Option<String>,
         headers: Headers,
-    ) -> Result<BoxStream<'static, Result<Sse, SseError>>, Failure> {
+    ) -> Result<BoxStream<'static, Result<Sse, SseError>>, CallFailure> {
         let mut request = self.with_headers(Method::GET, &uri, session.as_deref(), headers);
         if let Some(last_event) = last_event {
             request = request.header("last-event-id", last_event);
         }
-        let response = web::send(request).await.map_err(Failure::Client)?;
+        let response = web::send(request).await.map_err(CallFailure::Client)?;
         match response.status() {
             status if status.is_success() && web::is_type(&response, EVENTS) => {
                 Ok(self.events(response))
@@ -97,9 +100,9 @@ impl StreamableHttpClient for Web {
             // All of these mean that there is no such stream. Only this error stops rmcp from
             // retrying forever.
             status if status.is_client_error() || status.is_success() => {
-                Err(Failure::ServerDoesNotSupportSse)
+                Err(CallFailure::ServerDoesNotSupportSse)
             }
-            status => Err(Failure::Client(WebError::Status(status.as_u16()))),
+            status => Err(CallFailure::Client(WebError::Status(status.as_u16()))),
         }
     }
 }
@@ -139,15 +142,16 @@ impl Web {
         &self,
         response: reqwest::Response,
         asked: Option<RequestId>,
-    ) -> Result<StreamableHttpPostResponse, Failure> {
+    ) -> Result<StreamableHttpPostResponse, CallFailure> {
         let session = session_of(&response);
         let message = match (web::body(response, self.largest).await, asked) {
             (Ok(body), _) => wire::reading(body).await,
             (Err(WebError::TooLarge(largest)), Some(id)) => Some(wire::too_large(id, largest)),
-            (Err(error), _) => return Err(Failure::Client(error)),
+            (Err(error), _) => return Err(CallFailure::Client(error)),
         };
-        let message = message
-            .ok_or_else(|| Failure::UnexpectedServerResponse("the answer is no message".into()))?;
+        let message = message.ok_or_else(|| {
+            CallFailure::UnexpectedServerResponse("the answer is no message".into())
+        })?;
         Ok(StreamableHttpPostResponse::Json(message, session))
     }
 
@@ -157,7 +161,7 @@ impl Web {
         response: reqwest::Response,
         message: &ClientJsonRpcMessage,
         has_session: bool,
-    ) -> Result<StreamableHttpPostResponse, Failure> {
+    ) -> Result<StreamableHttpPostResponse, CallFailure> {
         let status = response.status();
         let is_json = web::is_type(&response, JSON);
         let body = web::body(response, MAX_REFUSAL_BYTES)
@@ -178,7 +182,7 @@ impl Web {
             None if is_probe && !has_session && status.is_client_error() => {
                 ErrorData::invalid_request("refused", None)
             }
-            None => return Err(Failure::Client(WebError::Status(status.as_u16()))),
+            None => return Err(CallFailure::Client(WebError::Status(status.as_u16()))),
         };
         Ok(StreamableHttpPostResponse::Json(
             ServerJsonRpcMessage::error(error, asked(message)),

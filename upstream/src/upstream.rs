@@ -21,8 +21,8 @@ use tokio_util::sync::CancellationToken;
 use crate::addresses::AddressPolicy;
 use crate::call::{CallError, CallOptions, CallReply};
 use crate::child::WrapperCommand;
-use crate::connection::{Connection, Failure};
-use crate::driver::{self, Driver, Link, Wanted};
+use crate::connection::{CallFailure, UpstreamConnection};
+use crate::driver::{self, ConnectionLink, ConnectionReply, Driver};
 use crate::greeting::{ConnectError, Era};
 use crate::params::ServerParams;
 use crate::tools::PinnedTools;
@@ -37,7 +37,7 @@ const MAX_NOTES: usize = 100;
 
 /// Limits on a server.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Limits {
+pub struct ServerLimits {
     /// Timeout for a connection, from the start of a program to the end of the handshake, and again
     /// for the list of tools.
     pub connect: Duration,
@@ -53,9 +53,9 @@ pub struct Limits {
     pub most_pages: usize,
 }
 
-impl Default for Limits {
-    fn default() -> Limits {
-        Limits {
+impl Default for ServerLimits {
+    fn default() -> ServerLimits {
+        ServerLimits {
             connect: Duration::from_secs(30),
             call: Duration::from_secs(60),
             longest_call: Duration::from_secs(600),
@@ -69,10 +69,10 @@ impl Default for Limits {
 
 /// Settings for connecting to servers.
 #[derive(Clone)]
-pub struct Settings {
+pub struct ConnectSettings {
     /// Source of `${VAR}`, and of the few variables that programs inherit.
     pub variables: Variables,
-    pub limits: Limits,
+    pub limits: ServerLimits,
     pub addresses: AddressPolicy,
     /// Resolves names if the policy checks addresses.
     pub resolver: Arc<dyn Resolver>,
@@ -81,12 +81,12 @@ pub struct Settings {
     pub wrapper: Option<WrapperCommand>,
 }
 
-impl Settings {
+impl ConnectSettings {
     /// Returns settings with default limits and no restriction of addresses.
-    pub fn new(variables: Variables) -> Settings {
-        Settings {
+    pub fn new(variables: Variables) -> ConnectSettings {
+        ConnectSettings {
             variables,
-            limits: Limits::default(),
+            limits: ServerLimits::default(),
             addresses: AddressPolicy::Any,
             resolver: Arc::new(SystemResolver::new()),
             wrapper: None,
@@ -102,12 +102,12 @@ pub struct Upstream(Arc<Shared>);
 struct Shared {
     name: ServerName,
     params: ServerParams,
-    limits: Limits,
+    limits: ServerLimits,
     package: Arc<Package>,
     pinned: Arc<PinnedTools>,
     notes: Vec<String>,
-    link: Arc<Link>,
-    driver: mpsc::Sender<Wanted>,
+    link: Arc<ConnectionLink>,
+    driver: mpsc::Sender<ConnectionReply>,
     running: watch::Sender<usize>,
     closing: CancellationToken,
     ended: CancellationToken,
@@ -144,7 +144,7 @@ impl Upstream {
     pub async fn connect(
         name: &ServerName,
         params: &ServerParams,
-        settings: &Settings,
+        settings: &ConnectSettings,
     ) -> Result<Upstream, ConnectError> {
         let mut settings = settings.clone();
         let limits = &mut settings.limits;
@@ -155,7 +155,7 @@ impl Upstream {
         let opened = driver::open(params, &settings, None).await?;
         let registered = register(name.clone(), opened.tools).await?;
         let (driver, wanted) = mpsc::channel(64);
-        let link = Arc::new(Link::new(opened.connection));
+        let link = Arc::new(ConnectionLink::new(opened.connection));
         let (closing, ended) = (CancellationToken::new(), CancellationToken::new());
         let task = Driver {
             params: params.clone(),
@@ -265,7 +265,7 @@ impl Upstream {
                     return CallReply::read(result)
                         .map_err(|why| CallError::Protocol { server, why });
                 }
-                Err(Failure::NotSent { .. }) if attempts == 1 => {}
+                Err(CallFailure::NotSent { .. }) if attempts == 1 => {}
                 Err(failure) => return Err(self.failed(failure, &connection).await),
             }
         }
@@ -345,7 +345,7 @@ impl Upstream {
     }
 
     /// Returns a connection on which the server's current tools are known.
-    async fn connection(&self) -> Result<Arc<Connection>, CallError> {
+    async fn connection(&self) -> Result<Arc<UpstreamConnection>, CallError> {
         if let Some(connection) = self
             .0
             .link
@@ -364,27 +364,27 @@ impl Upstream {
         connection.await.map_err(|_| closed())?.map_err(unavailable)
     }
 
-    async fn failed(&self, failure: Failure, connection: &Connection) -> CallError {
+    async fn failed(&self, failure: CallFailure, connection: &UpstreamConnection) -> CallError {
         let server = self.0.name.to_string();
         match failure {
-            Failure::NotSent { why } => CallError::Unavailable { server, why },
-            Failure::Lost => CallError::Interrupted {
+            CallFailure::NotSent { why } => CallError::Unavailable { server, why },
+            CallFailure::Lost => CallError::Interrupted {
                 server,
                 last_words: connection.last_words().await,
             },
-            Failure::Refused { code, message } => CallError::Refused {
+            CallFailure::Refused { code, message } => CallError::Refused {
                 server,
                 code,
                 message,
             },
-            Failure::NotAResult(why) => CallError::Protocol { server, why },
-            Failure::TooLarge => CallError::TooLarge {
+            CallFailure::NotAResult(why) => CallError::Protocol { server, why },
+            CallFailure::TooLarge => CallError::TooLarge {
                 server,
                 largest: self.0.limits.largest_message,
             },
-            Failure::TooManyValues => CallError::TooManyValues { server },
-            Failure::Timeout(time) => CallError::Timeout { server, time },
-            Failure::Cancelled => CallError::Cancelled,
+            CallFailure::TooManyValues => CallError::TooManyValues { server },
+            CallFailure::Timeout(time) => CallError::Timeout { server, time },
+            CallFailure::Cancelled => CallError::Cancelled,
         }
     }
 }

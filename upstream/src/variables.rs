@@ -1,7 +1,7 @@
 //! Expands variables of the host in parameters, and masks their values in output.
 //!
 //! `${NAME}` is replaced in every text when a connection is made. All unknown names are reported
-//! together. The values are remembered as secrets: [`Mask`] removes them from everything that a
+//! together. The values are remembered as secrets: [`SecretMask`] removes them from everything that a
 //! server sends.
 //!
 //! Errors and logs are masked more strictly than results. They lose every whole header and
@@ -13,7 +13,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::sync::Arc;
 
-use cellblock_egress::secrets::Hidden;
+use cellblock_egress::secrets::HiddenValues;
 use serde_json::Value;
 
 use crate::child::INHERITED;
@@ -47,7 +47,7 @@ impl fmt::Debug for Variables {
 /// An expanded value, and the mask for its secrets.
 pub(crate) struct Filled<T> {
     pub(crate) value: T,
-    pub(crate) mask: Mask,
+    pub(crate) mask: SecretMask,
 }
 
 /// Names of variables that are used but not set.
@@ -81,7 +81,7 @@ pub(crate) fn fill<T>(
     }
     Ok(Filled {
         value,
-        mask: Mask::new(fill.secrets, &fill.values),
+        mask: SecretMask::new(fill.secrets, &fill.values),
     })
 }
 
@@ -152,22 +152,22 @@ fn next_variable(text: &str) -> Option<(&str, &str, &str)> {
 
 /// Masks secrets in a server's output.
 #[derive(Clone, Default)]
-pub(crate) struct Mask {
+pub(crate) struct SecretMask {
     secrets: Arc<[String]>,
-    values: Hidden,
+    values: HiddenValues,
 }
 
-impl Mask {
-    fn new(secrets: BTreeSet<String>, values: &BTreeSet<String>) -> Mask {
+impl SecretMask {
+    fn new(secrets: BTreeSet<String>, values: &BTreeSet<String>) -> SecretMask {
         let mut secrets: Vec<String> = secrets
             .into_iter()
             .filter(|value| value.len() >= MIN_MASKED)
             .collect();
         // Longest first, so that of two overlapping secrets no part remains.
         secrets.sort_by_key(|value| std::cmp::Reverse(value.len()));
-        Mask {
+        SecretMask {
             secrets: secrets.into(),
-            values: Hidden::new(values.iter().map(String::as_str), HIDDEN),
+            values: HiddenValues::new(values.iter().map(String::as_str), HIDDEN),
         }
     }
 
@@ -212,7 +212,7 @@ impl Mask {
     }
 }
 
-impl fmt::Debug for Mask {
+impl fmt::Debug for SecretMask {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(formatter, "Mask({})", self.secrets.len())
     }
@@ -277,7 +277,7 @@ mod tests {
             "[hidden], [hidden], [hidden], gamma"
         );
         // Control: without a mask the text is unchanged.
-        assert_eq!(Mask::default().hide("alpha"), "alpha");
+        assert_eq!(SecretMask::default().hide("alpha"), "alpha");
         assert!(!format!("{mask:?} {:?}", host()).contains("alpha"));
     }
 

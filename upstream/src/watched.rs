@@ -13,7 +13,7 @@ use tokio::time::{Instant, timeout};
 use tokio_util::sync::{CancellationToken, DropGuard};
 
 use crate::handler::{Changed, ProgressTokens};
-use crate::variables::Mask;
+use crate::variables::SecretMask;
 
 /// Timeout for determining whether a request was sent on a lost connection.
 const MAX_DOUBT_TIME: Duration = Duration::from_secs(1);
@@ -35,7 +35,7 @@ pub(crate) struct Watch {
 
 impl Watch {
     /// Creates the state for a transport. `mask` hides secrets in the server's output.
-    pub(crate) fn new(mask: &Mask) -> Watch {
+    pub(crate) fn new(mask: &SecretMask) -> Watch {
         Watch {
             progress: Arc::new(ProgressTokens::new(mask.clone())),
             ..Watch::default()

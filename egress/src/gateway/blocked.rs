@@ -83,7 +83,7 @@ impl From<DialError> for Reason {
 
 /// The list of refusals while a cell runs.
 #[derive(Default)]
-pub(crate) struct Notes {
+pub(crate) struct NoteSink {
     ledger: Mutex<Ledger>,
 }
 
@@ -96,7 +96,7 @@ struct Ledger {
 /// Limit of different lines. More than fifty do not help a model.
 const MAX_LINES: usize = 50;
 
-impl Notes {
+impl NoteSink {
     /// Records one refusal.
     pub(crate) fn add(&self, target: String, reason: Reason) {
         self.note(target, reason, 1);
@@ -147,13 +147,13 @@ impl Notes {
 mod tests {
     use super::*;
 
-    fn texts(notes: &Notes) -> Vec<String> {
+    fn texts(notes: &NoteSink) -> Vec<String> {
         notes.take().iter().map(Blocked::to_string).collect()
     }
 
     #[test]
     fn a_note_reads_as_a_line_of_the_result() {
-        let notes = Notes::default();
+        let notes = NoteSink::default();
         notes.add("example.org:443".to_owned(), Reason::NotListed);
         assert_eq!(
             texts(&notes),
@@ -164,7 +164,7 @@ mod tests {
 
     #[test]
     fn the_same_refusal_is_counted_and_what_goes_along_with_it_is_not() {
-        let notes = Notes::default();
+        let notes = NoteSink::default();
         for _ in 0..3 {
             notes.add("example.org".to_owned(), Reason::NotListed);
             notes.mention("example.org".to_owned(), Reason::NotListed);
@@ -179,7 +179,7 @@ mod tests {
 
     #[test]
     fn the_list_is_bounded_and_says_how_much_is_missing() {
-        let notes = Notes::default();
+        let notes = NoteSink::default();
         for number in 0..MAX_LINES + 7 {
             notes.add(format!("host{number}.example.org"), Reason::NotListed);
         }

@@ -32,11 +32,11 @@ use super::Shared;
 use super::blocked::Reason;
 use super::inside::{Fate, Inside};
 use crate::hello::{self, ClientHello, Hello, MAX_HELLO_BYTES};
-use crate::name::{Host, HostName};
+use crate::name::{HostName, UrlHost};
 use crate::names::NameInUse;
 use crate::resolve::BoxFuture;
 use crate::rules::Rules;
-use crate::secrets::Note;
+use crate::secrets::RequestNote;
 use crate::{http, terminate};
 
 /// Serves a connection that was made to `target`, until it ends.
@@ -77,7 +77,7 @@ pub(super) const HTTPS: u16 = 443;
 /// The destination of a connection and its state.
 struct Peer {
     shared: Arc<Shared>,
-    host: Host,
+    host: UrlHost,
     port: u16,
     /// The address inside that it comes from. Unknown if the client has already disconnected.
     from: Option<SocketAddr>,
@@ -96,8 +96,8 @@ impl Peer {
     fn of(shared: Arc<Shared>, target: SocketAddr, from: Option<SocketAddr>) -> Peer {
         let address = target.ip().to_canonical();
         let name = shared.names.name_at(address);
-        let host = name.as_ref().map_or(Host::Address(address), |name| {
-            Host::Name(name.name().clone())
+        let host = name.as_ref().map_or(UrlHost::Address(address), |name| {
+            UrlHost::Name(name.name().clone())
         });
         let is_unseen = matches!((target.port(), &name), (HTTP | HTTPS, Some(_)))
             && shared.rules().is_everything();
@@ -118,7 +118,7 @@ impl Peer {
     fn rules(&self) -> Rules {
         let rules = self.shared.rules();
         match &self.host {
-            Host::Name(name) if self.is_granted.load(Ordering::Relaxed) => {
+            UrlHost::Name(name) if self.is_granted.load(Ordering::Relaxed) => {
                 rules.with_name(name, self.port)
             }
             _ => rules,
@@ -127,7 +127,7 @@ impl Peer {
 
     /// Holds the connection until it is approved or denied, if there is an approver.
     async fn is_granted(&self) -> bool {
-        let (Host::Name(name), Some(asker)) = (&self.host, self.shared.asker()) else {
+        let (UrlHost::Name(name), Some(asker)) = (&self.host, self.shared.asker()) else {
             return false;
         };
         let Some(from) = self.from else { return false };
@@ -228,7 +228,7 @@ enum Traffic<'a> {
 }
 
 fn traffic(peer: &Peer) -> Traffic<'_> {
-    let Host::Name(name) = &peer.host else {
+    let UrlHost::Name(name) = &peer.host else {
         return Traffic::Copied;
     };
     match peer.port {
@@ -327,7 +327,7 @@ async fn carry_tls(peer: &Arc<Peer>, inside: Inside, name: &HostName) -> Result<
     let dialling = Arc::clone(peer);
     let dial = move || -> BoxFuture<'static, _> { Box::pin(Arc::clone(&dialling).dial_and_note()) };
     let noting = Arc::clone(peer);
-    let notes = move |note: Note| noting.note(Reason::Request(note.to_string()));
+    let notes = move |note: RequestNote| noting.note(Reason::Request(note.to_string()));
     let served = terminate::serve(
         inside,
         name,

@@ -17,7 +17,7 @@ use tokio::net::{TcpSocket, UdpSocket};
 use tokio_rustls::{TlsAcceptor, TlsConnector};
 
 use super::*;
-use crate::authority::Trust;
+use crate::authority::TrustRoots;
 use crate::dial::tests::{OneServer, Script};
 use crate::secrets::Secret;
 
@@ -994,7 +994,7 @@ async fn tls_ends_here_for_a_name_that_has_a_secret_and_for_no_other() {
     .unwrap();
     let mut plan = plan(&["example.com", "api.example.com:443,8443"]);
     plan.vault = Vault::new(vec![secret]).unwrap();
-    let authority = Arc::new(Authority::new(&plan.vault, Trust::system()).unwrap());
+    let authority = Arc::new(Authority::new(&plan.vault, TrustRoots::system()).unwrap());
     let mut roots = RootCertStore::empty();
     roots
         .add(
@@ -1063,7 +1063,7 @@ async fn a_name_that_has_a_secret_can_still_speak_something_else_at_other_ports(
     .unwrap();
     let mut plan = plan(&["api.example.com:7000"]);
     plan.vault = Vault::new(vec![secret]).unwrap();
-    let authority = Arc::new(Authority::new(&plan.vault, Trust::system()).unwrap());
+    let authority = Arc::new(Authority::new(&plan.vault, TrustRoots::system()).unwrap());
     let world = plan.open_with(&server, Some(authority));
     // Both when the client sends first and when it waits for the server.
     assert_eq!(

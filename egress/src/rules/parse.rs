@@ -14,7 +14,7 @@ use crate::name::{HostName, NameError};
 
 /// The problem with a rule.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum Problem {
+pub enum RuleProblem {
     #[error("it is empty; leave it out")]
     Empty,
     #[error("a rule is a name, not an address of a page: write {0}")]
@@ -84,19 +84,21 @@ pub enum Problem {
 }
 
 /// Splits a rule into its target and the text of its ports.
-pub(super) fn parse_target(text: &str) -> Result<(Target, Option<&str>), Problem> {
+pub(super) fn parse_target(text: &str) -> Result<(Target, Option<&str>), RuleProblem> {
     if text.is_empty() {
-        return Err(Problem::Empty);
+        return Err(RuleProblem::Empty);
     }
     if text.contains("://") {
         return Err(page(text));
     }
     if let Some((_, host)) = text.split_once('@') {
-        return Err(parse_target(host)
-            .map_or_else(|problem| problem, |_| Problem::UserInfo(shortened(host))));
+        return Err(parse_target(host).map_or_else(
+            |problem| problem,
+            |_| RuleProblem::UserInfo(shortened(host)),
+        ));
     }
     if let Some(rest) = text.strip_prefix('[') {
-        let (address, rest) = rest.split_once(']').ok_or(Problem::Address)?;
+        let (address, rest) = rest.split_once(']').ok_or(RuleProblem::Address)?;
         return parse_bracketed(address, rest);
     }
     if let Some((address, rest)) = text.split_once('/') {
@@ -125,15 +127,15 @@ fn split_ports(text: &str) -> (&str, Option<&str>) {
 fn parse_bracketed<'a>(
     inside: &str,
     behind: &'a str,
-) -> Result<(Target, Option<&'a str>), Problem> {
+) -> Result<(Target, Option<&'a str>), RuleProblem> {
     let (before_ports, ports) = split_ports(behind);
     let (address, prefix) = match (inside.split_once('/'), before_ports.strip_prefix('/')) {
         (Some((address, prefix)), None) => (address, Some(prefix)),
         (None, prefix) => (inside, prefix),
-        (Some(_), Some(_)) => return Err(Problem::Address),
+        (Some(_), Some(_)) => return Err(RuleProblem::Address),
     };
     if !before_ports.is_empty() && !before_ports.starts_with('/') {
-        return Err(Problem::Address);
+        return Err(RuleProblem::Address);
     }
     let address = parse_address(address)?;
     let target = match prefix {
@@ -143,21 +145,21 @@ fn parse_bracketed<'a>(
     Ok((target, ports))
 }
 
-fn parse_address(text: &str) -> Result<IpAddr, Problem> {
+fn parse_address(text: &str) -> Result<IpAddr, RuleProblem> {
     if text.contains(':') && text.contains('%') {
-        return Err(Problem::Zone);
+        return Err(RuleProblem::Zone);
     }
-    text.parse().map_err(|_| Problem::Address)
+    text.parse().map_err(|_| RuleProblem::Address)
 }
 
-fn single(address: IpAddr) -> Result<Target, Problem> {
+fn single(address: IpAddr) -> Result<Target, RuleProblem> {
     match address::canonical(address) {
-        canonical if canonical != address => Err(Problem::Mapped(canonical.to_string())),
+        canonical if canonical != address => Err(RuleProblem::Mapped(canonical.to_string())),
         address => Ok(Target::Addresses(address.into())),
     }
 }
 
-fn network(address: IpAddr, prefix: &str) -> Result<Target, Problem> {
+fn network(address: IpAddr, prefix: &str) -> Result<Target, RuleProblem> {
     let most = if address.is_ipv4() { 32 } else { 128 };
     let Some(bits) = prefix_length(prefix).filter(|bits| *bits <= most) else {
         // A netmask has an equivalent prefix. For anything else, the example is the prefix of the
@@ -169,15 +171,15 @@ fn network(address: IpAddr, prefix: &str) -> Result<Target, Problem> {
             .filter(|bits| *bits <= most);
         let example = IpNet::new(address, bits.unwrap_or(most))
             .map_or_else(|_| address.to_string(), |net| net.trunc().to_string());
-        return Err(Problem::Prefix { most, example });
+        return Err(RuleProblem::Prefix { most, example });
     };
-    let written = IpNet::new(address, bits).map_err(|_| Problem::Address)?;
+    let written = IpNet::new(address, bits).map_err(|_| RuleProblem::Address)?;
     let network = written.trunc();
     if let Some(mapped) = unmapped(&network) {
-        return Err(Problem::Mapped(mapped.to_string()));
+        return Err(RuleProblem::Mapped(mapped.to_string()));
     }
     if network != written {
-        return Err(Problem::HostBits {
+        return Err(RuleProblem::HostBits {
             network: network.to_string(),
             address: address.to_string(),
         });
@@ -205,12 +207,12 @@ fn unmapped(network: &IpNet) -> Option<Ipv4Net> {
     Ipv4Net::new(address, network.prefix_len() - 96).ok()
 }
 
-fn parse_pattern(text: &str) -> Result<Pattern, Problem> {
+fn parse_pattern(text: &str) -> Result<Pattern, RuleProblem> {
     if matches!(text, "*" | "**" | "all") {
-        return Err(Problem::Everything);
+        return Err(RuleProblem::Everything);
     }
     if text.contains(',') {
-        return Err(Problem::Several);
+        return Err(RuleProblem::Several);
     }
     let (depth, base) = match (text.strip_prefix("**."), text.strip_prefix("*.")) {
         (Some(base), _) => (Depth::Labels, base),
@@ -218,22 +220,22 @@ fn parse_pattern(text: &str) -> Result<Pattern, Problem> {
         (None, None) => (Depth::Itself, text),
     };
     if let Some(range) = starred_range(text) {
-        return Err(Problem::AddressStar(range));
+        return Err(RuleProblem::AddressStar(range));
     }
     if base.contains('*') {
-        return Err(Problem::Star);
+        return Err(RuleProblem::Star);
     }
     if let Some(name) = base
         .strip_prefix('.')
         .and_then(|name| HostName::parse(name).ok())
     {
-        return Err(Problem::LeadingDot(name.to_string()));
+        return Err(RuleProblem::LeadingDot(name.to_string()));
     }
     match HostName::parse(base) {
         Ok(base) => Ok(Pattern { base, depth }),
-        Err(NameError::Number | NameError::Address) => Err(Problem::ShortAddress),
-        Err(NameError::Character('%')) if base.contains(':') => Err(Problem::Zone),
-        Err(problem) => Err(Problem::Name(problem)),
+        Err(NameError::Number | NameError::Address) => Err(RuleProblem::ShortAddress),
+        Err(NameError::Character('%')) if base.contains(':') => Err(RuleProblem::Zone),
+        Err(problem) => Err(RuleProblem::Name(problem)),
     }
 }
 
@@ -258,22 +260,22 @@ fn starred_range(text: &str) -> Option<String> {
 }
 
 /// Returns the problem for a text with a slash that does not begin with an address.
-fn not_a_range(text: &str, before: &str) -> Problem {
+fn not_a_range(text: &str, before: &str) -> RuleProblem {
     match parse_pattern(split_ports(before).0) {
-        Err(problem @ (Problem::ShortAddress | Problem::AddressStar(_))) => problem,
-        _ if before.contains(':') && before.contains('%') => Problem::Zone,
+        Err(problem @ (RuleProblem::ShortAddress | RuleProblem::AddressStar(_))) => problem,
+        _ if before.contains(':') && before.contains('%') => RuleProblem::Zone,
         _ => page(text),
     }
 }
 
 /// Returns the problem for a URL: suggests the rule for its host.
-fn page(text: &str) -> Problem {
+fn page(text: &str) -> RuleProblem {
     let rest = text.split_once("://").map_or(text, |(_, rest)| rest);
     let authority = rest.split(['/', '?', '#']).next().unwrap_or(rest);
     let host = authority.rsplit('@').next().unwrap_or(authority);
     match parse_target(host) {
-        Ok(_) => Problem::Page(shortened(host)),
-        Err(_) => Problem::Page("example.com".to_owned()),
+        Ok(_) => RuleProblem::Page(shortened(host)),
+        Err(_) => RuleProblem::Page("example.com".to_owned()),
     }
 }
 
@@ -447,7 +449,7 @@ mod tests {
             "***.example.com",
             "example.*",
         ] {
-            assert_eq!(problem(text), Problem::Star.to_string(), "{text:?}");
+            assert_eq!(problem(text), RuleProblem::Star.to_string(), "{text:?}");
         }
         for text in [
             "127.1",
@@ -460,7 +462,11 @@ mod tests {
             "256.1.1.1",
             "*.0.0.1",
         ] {
-            assert_eq!(problem(text), Problem::ShortAddress.to_string(), "{text:?}");
+            assert_eq!(
+                problem(text),
+                RuleProblem::ShortAddress.to_string(),
+                "{text:?}"
+            );
         }
         for text in [
             "2001:db8:::1",
@@ -471,7 +477,7 @@ mod tests {
             "[example.com]:443",
             "a:b:c",
         ] {
-            assert_eq!(problem(text), Problem::Address.to_string(), "{text:?}");
+            assert_eq!(problem(text), RuleProblem::Address.to_string(), "{text:?}");
         }
         for (text, port) in [
             ("example.com:", ""),
@@ -488,7 +494,7 @@ mod tests {
         ] {
             assert_eq!(
                 problem(text),
-                Problem::Port(port.to_owned()).to_string(),
+                RuleProblem::Port(port.to_owned()).to_string(),
                 "{text:?}"
             );
         }

@@ -6,7 +6,7 @@
 use std::fmt;
 
 use super::Effect;
-use super::parse::{Problem, shortened};
+use super::parse::{RuleProblem, shortened};
 use crate::name::parse_port;
 
 /// A set of ports: ascending ranges with gaps between them.
@@ -26,7 +26,7 @@ impl Ports {
         }
     }
 
-    pub(super) fn parse(text: &str) -> Result<Ports, Problem> {
+    pub(super) fn parse(text: &str) -> Result<Ports, RuleProblem> {
         if text == "*" {
             return Ok(Ports::all());
         }
@@ -118,16 +118,16 @@ impl fmt::Display for Ports {
     }
 }
 
-fn parse_range(text: &str) -> Result<(u16, u16), Problem> {
-    let port = |text: &str| parse_port(text).map_err(|_| Problem::Port(shortened(text)));
+fn parse_range(text: &str) -> Result<(u16, u16), RuleProblem> {
+    let port = |text: &str| parse_port(text).map_err(|_| RuleProblem::Port(shortened(text)));
     if text.contains('.') {
-        return Err(Problem::Several);
+        return Err(RuleProblem::Several);
     }
     let Some((first, last)) = text.split_once('-') else {
         return port(text).map(|port| (port, port));
     };
     match (port(first)?, port(last)?) {
-        (first, last) if first > last => Err(Problem::PortOrder(format!("{last}-{first}"))),
+        (first, last) if first > last => Err(RuleProblem::PortOrder(format!("{last}-{first}"))),
         range => Ok(range),
     }
 }

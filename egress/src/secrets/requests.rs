@@ -2,7 +2,7 @@
 //!
 //! Placeholders consist of characters that no encoding changes, so they are found by plain search,
 //! except within `Basic` credentials, which are decoded first. The value is encoded for the place
-//! where it is inserted. A placeholder that may not be replaced stays unchanged, and a [`Note`]
+//! where it is inserted. A placeholder that may not be replaced stays unchanged, and a [`RequestNote`]
 //! reports it.
 
 use std::collections::BTreeSet;
@@ -31,7 +31,7 @@ enum Belongs {
 
 /// A remark about a request for the author of the program.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum Note {
+pub(crate) enum RequestNote {
     /// The placeholder of a secret that belongs to other hosts was sent unchanged.
     OtherHost { secret: Arc<str> },
     /// The placeholder was in a place where this secret may not appear, and was sent unchanged.
@@ -47,13 +47,13 @@ pub(crate) enum BodyKind {
     Text,
 }
 
-impl fmt::Display for Note {
+impl fmt::Display for RequestNote {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Note::OtherHost { secret } => {
+            RequestNote::OtherHost { secret } => {
                 write!(formatter, "secret {secret} does not belong to this host")
             }
-            Note::OtherPlace { secret, header } => {
+            RequestNote::OtherPlace { secret, header } => {
                 write!(
                     formatter,
                     "secret {secret} may only stand in the header {header}"
@@ -113,7 +113,7 @@ impl HostSecrets {
     }
 
     /// Inserts values into all `headers`.
-    pub(crate) fn fill_headers(&self, headers: &mut HeaderMap, notes: &mut BTreeSet<Note>) {
+    pub(crate) fn fill_headers(&self, headers: &mut HeaderMap, notes: &mut BTreeSet<RequestNote>) {
         for (name, value) in headers.iter_mut() {
             let place = Place::Header(name);
             let filled = match basic_credentials(value.as_bytes()) {
@@ -131,7 +131,11 @@ impl HostSecrets {
     }
 
     /// Returns the path and query with values inserted, or `None` if nothing changes.
-    pub(crate) fn fill_target(&self, target: &str, notes: &mut BTreeSet<Note>) -> Option<Vec<u8>> {
+    pub(crate) fn fill_target(
+        &self,
+        target: &str,
+        notes: &mut BTreeSet<RequestNote>,
+    ) -> Option<Vec<u8>> {
         let (path, query) = target.split_at(target.find('?').unwrap_or(target.len()));
         let filled_path = self.fill(path.as_bytes(), Place::Elsewhere, for_path, notes);
         let filled_query = self.fill(query.as_bytes(), Place::Elsewhere, for_query, notes);
@@ -148,7 +152,7 @@ impl HostSecrets {
         &self,
         kind: BodyKind,
         body: &[u8],
-        notes: &mut BTreeSet<Note>,
+        notes: &mut BTreeSet<RequestNote>,
     ) -> Option<Vec<u8>> {
         let spell = match kind {
             BodyKind::Form => for_query,
@@ -180,7 +184,7 @@ impl HostSecrets {
         text: &[u8],
         place: Place<'_>,
         spell: fn(&str) -> Vec<u8>,
-        notes: &mut BTreeSet<Note>,
+        notes: &mut BTreeSet<RequestNote>,
     ) -> Option<Vec<u8>> {
         let mut filled = Vec::new();
         let mut copied = 0;
@@ -216,13 +220,13 @@ impl HostSecrets {
     }
 }
 
-fn wrong_place(entry: &Entry, belongs: Belongs, place: Place<'_>) -> Option<Note> {
+fn wrong_place(entry: &Entry, belongs: Belongs, place: Place<'_>) -> Option<RequestNote> {
     let secret = entry.secret.name.clone();
     match (belongs, &entry.secret.header, place) {
-        (Belongs::Elsewhere, ..) => Some(Note::OtherHost { secret }),
+        (Belongs::Elsewhere, ..) => Some(RequestNote::OtherHost { secret }),
         (Belongs::Here, None, _) => None,
         (Belongs::Here, Some(only), Place::Header(header)) if only == header => None,
-        (Belongs::Here, Some(only), _) => Some(Note::OtherPlace {
+        (Belongs::Here, Some(only), _) => Some(RequestNote::OtherPlace {
             secret,
             header: Arc::from(only.as_str()),
         }),
@@ -255,7 +259,7 @@ mod tests {
     struct Case {
         vault: Vault,
         here: Arc<HostSecrets>,
-        notes: BTreeSet<Note>,
+        notes: BTreeSet<RequestNote>,
     }
 
     impl Case {

@@ -19,7 +19,7 @@ use tokio::task::JoinHandle;
 use tokio_rustls::TlsAcceptor;
 
 use super::*;
-use crate::authority::Trust;
+use crate::authority::TrustRoots;
 use crate::secrets::Secret;
 
 const API: &str = "api.example.com";
@@ -111,8 +111,8 @@ impl TrueHost {
         }
     }
 
-    fn trust(&self) -> Trust {
-        Trust::system_and(self.authority_pem.as_bytes()).unwrap()
+    fn trust(&self) -> TrustRoots {
+        TrustRoots::system_and(self.authority_pem.as_bytes()).unwrap()
     }
 
     fn last(&self) -> Request<Bytes> {
@@ -191,7 +191,7 @@ impl Session {
         Session::with(host, host.trust(), &["KEY=env:X@api.example.com"])
     }
 
-    fn with(host: &TrueHost, trust: Trust, secrets: &[&str]) -> Session {
+    fn with(host: &TrueHost, trust: TrustRoots, secrets: &[&str]) -> Session {
         let parse = |text: &&str| Secret::parse(text, |_| Some(VALUE.to_owned())).unwrap();
         let vault = Arc::new(Vault::new(secrets.iter().map(parse).collect()).unwrap());
         let authority = Arc::new(Authority::new(&vault, trust).unwrap());
@@ -234,7 +234,7 @@ impl Session {
             self.notes.clone(),
         );
         let served = tokio::spawn(async move {
-            let notes: Arc<Notes> = Arc::new(move |note| lock(&notes).push(note.to_string()));
+            let notes: Arc<NoteSink> = Arc::new(move |note| lock(&notes).push(note.to_string()));
             serve(
                 stream,
                 &HostName::parse(API).unwrap(),

@@ -19,7 +19,7 @@ use super::super::arguments::{
 use super::super::calls::or_cancelled;
 use super::super::host_files::{HostFileError, Overwrite};
 use super::super::toolbox::{Entry, Introduction, ToolContext, Toolbox};
-use super::super::tools::Source;
+use super::super::tools::UploadSource;
 use super::super::turns::Extent;
 use super::super::{Front, McpSettings, refusals, render};
 use super::{Written, failed, said, schema, telling, unknown_tool};
@@ -391,7 +391,7 @@ async fn transfer(
     } = tool_context;
     let done = match direction {
         Direction::Upload => {
-            let source = Source::Local(local_path.clone());
+            let source = UploadSource::Local(local_path.clone());
             or_cancelled(
                 context,
                 server.upload(owner, &session, &inside, source, true),

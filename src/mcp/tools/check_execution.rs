@@ -5,7 +5,7 @@ use std::time::Duration;
 use rmcp::model::CallToolResponse;
 use serde_json::json;
 
-use super::schema::{Description, Effect, Reach, object, session_schema};
+use super::schema::{Description, Reach, ToolEffect, object, session_schema};
 use super::{Arguments, SessionArgument, ToolDefinition};
 use crate::auth::Scope;
 use crate::mcp::arguments::BadArgument;
@@ -18,7 +18,7 @@ use crate::mcp::{McpSettings, Shared, render};
 use crate::ops::{self, HostExt, Io};
 use crate::session::{ExecutionRef, ProgressChannel, SessionId};
 
-pub(super) struct Check;
+pub(super) struct CheckTool;
 
 #[derive(Debug, PartialEq)]
 pub(super) struct CheckCall {
@@ -27,7 +27,7 @@ pub(super) struct CheckCall {
     interrupt: bool,
 }
 
-impl ToolDefinition for Check {
+impl ToolDefinition for CheckTool {
     type Call = CheckCall;
 
     const ENTRY: Entry = Entry {
@@ -55,7 +55,7 @@ impl ToolDefinition for Check {
                 &[],
             ),
             output: json!({"type": "object", "description": "As of execute_ipython_cell."}),
-            effect: Effect::Changes {
+            effect: ToolEffect::Changes {
                 destructive: false,
                 idempotent: false,
             },

@@ -5,7 +5,7 @@ use std::error::Error;
 use rmcp::model::{CallToolResponse, CallToolResult, ContentBlock};
 use serde_json::json;
 
-use super::schema::{Description, Effect, Reach, object, result_schema, session_schema};
+use super::schema::{Description, Reach, ToolEffect, object, result_schema, session_schema};
 use super::{Arguments, SessionArgument, ToolDefinition};
 use crate::auth::Scope;
 use crate::mcp::McpSettings;
@@ -17,9 +17,9 @@ use crate::mcp::turns::Extent;
 use crate::ops::{self, HostExt};
 use crate::session::{Refused, SessionId, WorkFolder};
 
-pub(super) struct Close;
+pub(super) struct CloseTool;
 
-impl ToolDefinition for Close {
+impl ToolDefinition for CloseTool {
     type Call = ops::CloseSession;
 
     const ENTRY: Entry = Entry {
@@ -44,7 +44,7 @@ impl ToolDefinition for Close {
             .to_owned(),
             input: object(json!({"session_id": session_schema(settings)}), &[]),
             output: result_schema(json!({"session_id": {"type": "string"}})),
-            effect: Effect::Changes {
+            effect: ToolEffect::Changes {
                 destructive: true,
                 idempotent: true,
             },
@@ -106,7 +106,7 @@ mod tests {
 
     #[test]
     fn a_closed_session_says_what_is_lost() {
-        let told = |folder| parts::<Close>(closed(&"s".parse().unwrap(), folder)).0;
+        let told = |folder| parts::<CloseTool>(closed(&"s".parse().unwrap(), folder)).0;
         assert!(told(WorkFolder::Private).ends_with("its variables and files are gone."));
         assert!(told(WorkFolder::Shared).ends_with("files in the working folder are kept."));
     }

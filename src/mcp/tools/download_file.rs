@@ -9,7 +9,7 @@ use serde_json::json;
 use tokio::io::AsyncWriteExt;
 
 use super::schema::{
-    Description, Effect, Reach, object, overwrite_schema, path_schema, session_schema,
+    Description, Reach, ToolEffect, object, overwrite_schema, path_schema, session_schema,
     transfer_schema,
 };
 use super::{Arguments, SessionArgument, ToolDefinition};
@@ -25,7 +25,7 @@ use crate::mcp::{Front, McpSettings, Server, Shared, resources};
 use crate::ops::{self, HostExt, Io};
 use crate::session::{InsidePath, Principal, SessionId};
 
-pub(super) struct Download;
+pub(super) struct DownloadTool;
 
 #[derive(Debug, PartialEq)]
 pub(super) struct DownloadCall {
@@ -43,7 +43,7 @@ enum Target {
     Inline,
 }
 
-impl ToolDefinition for Download {
+impl ToolDefinition for DownloadTool {
     type Call = DownloadCall;
 
     const ENTRY: Entry = Entry {
@@ -70,7 +70,7 @@ impl ToolDefinition for Download {
                     }),
                     &["relpath", "local_path"],
                 ),
-                Effect::Changes {
+                ToolEffect::Changes {
                     destructive: true,
                     idempotent: true,
                 },
@@ -85,7 +85,7 @@ impl ToolDefinition for Download {
                     }),
                     &["relpath", "session_id"],
                 ),
-                Effect::ReadsOnly,
+                ToolEffect::ReadsOnly,
             ),
         };
         Description {
@@ -230,8 +230,10 @@ mod tests {
 
     #[test]
     fn arguments_of_the_wrong_type_are_refused() {
-        check_accepted::<Download>(json!({"relpath": "a", "local_path": "b", "overwrite": true}));
-        check_refused::<Download>(
+        check_accepted::<DownloadTool>(
+            json!({"relpath": "a", "local_path": "b", "overwrite": true}),
+        );
+        check_refused::<DownloadTool>(
             json!({"relpath": "a", "local_path": "b", "overwrite": "yes"}),
             &["\"overwrite\"", "true or false"],
         );
@@ -240,7 +242,7 @@ mod tests {
     #[test]
     fn a_download_says_how_much_went_where() {
         let session = "s".parse().unwrap();
-        let (text, structured) = parts::<Download>(downloaded(&session, "a", "b", 5));
+        let (text, structured) = parts::<DownloadTool>(downloaded(&session, "a", "b", 5));
         assert_eq!(text, "Copied 5 bytes from \"a\" of session \"s\" to \"b\".");
         assert_eq!(structured["relpath"], "a");
     }

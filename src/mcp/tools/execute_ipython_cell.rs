@@ -6,7 +6,7 @@ use rmcp::model::CallToolResponse;
 use serde_json::{Value, json};
 
 use super::schema::{
-    Description, Effect, Reach, object, result_schema, session_schema, timeout_schema,
+    Description, Reach, ToolEffect, object, result_schema, session_schema, timeout_schema,
 };
 use super::{Arguments, SessionArgument, ToolDefinition};
 use crate::auth::Scope;
@@ -20,7 +20,7 @@ use crate::mcp::{Front, McpSettings};
 use crate::sandbox::Rules;
 use crate::session::{ExecuteRequest, RecorderId, SessionId, WorkFolder};
 
-pub(super) struct Execute;
+pub(super) struct ExecuteTool;
 
 #[derive(Debug, PartialEq)]
 pub(super) struct ExecuteCall {
@@ -31,7 +31,7 @@ pub(super) struct ExecuteCall {
     rules: Option<Rules>,
 }
 
-impl ToolDefinition for Execute {
+impl ToolDefinition for ExecuteTool {
     type Call = ExecuteCall;
 
     const ENTRY: Entry = Entry {
@@ -83,7 +83,7 @@ impl ToolDefinition for Execute {
             output: output_schema(),
             // Code can overwrite and delete the session's own files, so it is destructive within
             // the session.
-            effect: Effect::Changes {
+            effect: ToolEffect::Changes {
                 destructive: true,
                 idempotent: false,
             },
@@ -247,7 +247,7 @@ mod tests {
                 network,
                 ..McpSettings::default()
             };
-            described::<Execute>(&settings)
+            described::<ExecuteTool>(&settings)
         };
         assert!(described(Rules::none()).contains("without network"));
         assert!(described(Rules::everything()).contains("with network"));
@@ -271,7 +271,7 @@ mod tests {
                 other_hosts: OtherHosts::AskedAbout,
                 ..McpSettings::default()
             };
-            described::<Execute>(&settings)
+            described::<ExecuteTool>(&settings)
         };
         let nothing = described(Rules::none());
         assert!(
@@ -294,7 +294,7 @@ mod tests {
             idle_timeout: Duration::from_secs(5400),
             ..McpSettings::default()
         };
-        let text = described::<Execute>(&settings);
+        let text = described::<ExecuteTool>(&settings);
         assert!(text.contains("not used for 90 min"), "{text}");
     }
 
@@ -306,7 +306,7 @@ mod tests {
                 can_install,
                 ..McpSettings::default()
             };
-            described::<Execute>(&settings)
+            described::<ExecuteTool>(&settings)
         };
         let two = ["numpy".to_owned(), "pandas".to_owned()];
         assert!(
@@ -325,7 +325,7 @@ mod tests {
     #[test]
     fn a_call_with_only_code_gets_the_defaults() {
         assert_eq!(
-            parse::<Execute>(json!({"code": ""})).unwrap(),
+            parse::<ExecuteTool>(json!({"code": ""})).unwrap(),
             ExecuteCall {
                 session: "default".parse().unwrap(),
                 code: String::new(),
@@ -343,7 +343,7 @@ mod tests {
             "allowed_domains": ["a.test"],
         });
         assert_eq!(
-            parse::<Execute>(arguments).unwrap(),
+            parse::<ExecuteTool>(arguments).unwrap(),
             ExecuteCall {
                 session: "a.b-c".parse().unwrap(),
                 code: "1".to_owned(),
@@ -356,11 +356,11 @@ mod tests {
 
     #[test]
     fn a_misspelt_argument_is_answered_with_the_nearest_name() {
-        check_refused::<Execute>(
+        check_refused::<ExecuteTool>(
             json!({"code": "1", "time_out": 3}),
             &["\"time_out\"", "\"timeout\"?"],
         );
-        check_refused::<Execute>(
+        check_refused::<ExecuteTool>(
             json!({"code": "1", "sessionId": "a"}),
             &["\"sessionId\"", "\"session_id\"?"],
         );
@@ -368,7 +368,7 @@ mod tests {
 
     #[test]
     fn an_argument_unlike_any_other_is_answered_with_the_list() {
-        check_refused::<Execute>(
+        check_refused::<ExecuteTool>(
             json!({"code": "1", "zzz": 3}),
             &[
                 "\"zzz\"",
@@ -379,38 +379,40 @@ mod tests {
 
     #[test]
     fn missing_code_is_named() {
-        check_refused::<Execute>(json!({}), &["needs the argument \"code\""]);
+        check_refused::<ExecuteTool>(json!({}), &["needs the argument \"code\""]);
     }
 
     #[test]
     fn wrong_types_are_named_with_what_was_given() {
-        check_refused::<Execute>(json!({"code": 5}), &["\"code\"", "but it was 5"]);
-        check_refused::<Execute>(
+        check_refused::<ExecuteTool>(json!({"code": 5}), &["\"code\"", "but it was 5"]);
+        check_refused::<ExecuteTool>(
             json!({"code": "1", "timeout": "9"}),
             &["\"timeout\"", "the string \"9\""],
         );
-        check_refused::<Execute>(
+        check_refused::<ExecuteTool>(
             json!({"code": "1", "session_id": null}),
             &["\"session_id\"", "null", "default"],
         );
-        check_refused::<Execute>(json!({"code": ["a"]}), &["\"code\"", "a list"]);
+        check_refused::<ExecuteTool>(json!({"code": ["a"]}), &["\"code\"", "a list"]);
     }
 
     #[test]
     fn numbers_out_of_range_are_refused_and_the_bounds_themselves_are_not() {
         for timeout in [json!(0), json!(-1), json!(3_600.5), json!(1e300)] {
-            check_refused::<Execute>(
+            check_refused::<ExecuteTool>(
                 json!({"code": "1", "timeout": timeout}),
                 &["\"timeout\"", "at most 3600"],
             );
         }
         for chars in [json!(0), json!(-5), json!(1.5), json!(1_000_001)] {
             let arguments = json!({"code": "1", "max_output_chars": chars});
-            check_refused::<Execute>(arguments, &["\"max_output_chars\"", "1 to 1000000"]);
+            check_refused::<ExecuteTool>(arguments, &["\"max_output_chars\"", "1 to 1000000"]);
         }
         for (timeout, chars) in [(3_600, 1), (1, 1_000_000)] {
-            parse::<Execute>(json!({"code": "1", "timeout": timeout, "max_output_chars": chars}))
-                .unwrap();
+            parse::<ExecuteTool>(
+                json!({"code": "1", "timeout": timeout, "max_output_chars": chars}),
+            )
+            .unwrap();
         }
     }
 
@@ -422,7 +424,7 @@ mod tests {
         };
         let catalogue = Catalogue::new(&settings);
         let parse = |timeout: u64| {
-            parse_with::<Execute>(&catalogue, json!({"code": "1", "timeout": timeout}))
+            parse_with::<ExecuteTool>(&catalogue, json!({"code": "1", "timeout": timeout}))
         };
         parse(10).unwrap();
         assert!(parse(11).unwrap_err().to_string().contains("at most 10"));
@@ -434,8 +436,8 @@ mod tests {
 
     #[test]
     fn code_over_four_mebibytes_is_refused_and_exactly_that_is_not() {
-        parse::<Execute>(json!({"code": "a".repeat(MAX_CODE_BYTES)})).unwrap();
-        check_refused::<Execute>(
+        parse::<ExecuteTool>(json!({"code": "a".repeat(MAX_CODE_BYTES)})).unwrap();
+        check_refused::<ExecuteTool>(
             json!({"code": "a".repeat(MAX_CODE_BYTES + 1)}),
             &["4194305 bytes"],
         );
@@ -443,10 +445,10 @@ mod tests {
 
     #[test]
     fn the_schema_accepts_what_the_parser_accepts() {
-        check_accepted::<Execute>(
+        check_accepted::<ExecuteTool>(
             json!({"code": "", "session_id": "a", "timeout": 0.001, "max_output_chars": 1}),
         );
-        check_accepted::<Execute>(
+        check_accepted::<ExecuteTool>(
             json!({"code": "x", "timeout": 3_600, "max_output_chars": 1_000_000}),
         );
     }

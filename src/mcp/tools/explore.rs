@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use super::comparison::comparison;
 use super::schema::{
-    Description, Effect, Reach, object, result_schema, session_schema, timeout_schema,
+    Description, Reach, ToolEffect, object, result_schema, session_schema, timeout_schema,
 };
 use super::{Arguments, SessionArgument, ToolDefinition};
 use crate::auth::Scope;
@@ -33,7 +33,7 @@ const MAX_VARIANT_LENGTH: usize = 40;
 /// Words that `keep` has a meaning for, so that no variant can be called by them.
 const KEEP_WORDS: [&str; 3] = ["none", "all", "best"];
 
-pub(super) struct Explore;
+pub(super) struct ExploreTool;
 
 #[derive(Debug, PartialEq)]
 pub(super) struct ExploreCall {
@@ -44,7 +44,7 @@ pub(super) struct ExploreCall {
     replace: bool,
 }
 
-impl ToolDefinition for Explore {
+impl ToolDefinition for ExploreTool {
     type Call = ExploreCall;
 
     const ENTRY: Entry = Entry {
@@ -105,7 +105,7 @@ impl ToolDefinition for Explore {
                 "not_carried_over": {"type": "array"},
                 "notes": {"type": "array"},
             })),
-            effect: Effect::Changes {
+            effect: ToolEffect::Changes {
                 destructive: true,
                 idempotent: false,
             },
@@ -337,7 +337,7 @@ mod tests {
     #[test]
     fn an_exploration_with_only_variants_gets_the_defaults() {
         assert_eq!(
-            parse::<Explore>(explore(json!({}))).unwrap(),
+            parse::<ExploreTool>(explore(json!({}))).unwrap(),
             ExploreCall {
                 session: "default".parse().unwrap(),
                 variants: vec![variant("a", "1"), variant("b.2", "2")],
@@ -351,7 +351,7 @@ mod tests {
     #[test]
     fn every_way_to_keep_is_understood() {
         let kept = |more| {
-            let call = parse::<Explore>(explore(more)).unwrap();
+            let call = parse::<ExploreTool>(explore(more)).unwrap();
             (call.keep, call.replace)
         };
         assert_eq!(kept(json!({"keep": "none"})), (Keep::Nothing, false));
@@ -371,7 +371,8 @@ mod tests {
 
     #[test]
     fn what_is_kept_must_be_one_of_the_variants_and_make_sense() {
-        let refused = |more: Value, words: &[&str]| check_refused::<Explore>(explore(more), words);
+        let refused =
+            |more: Value, words: &[&str]| check_refused::<ExploreTool>(explore(more), words);
         refused(
             json!({"keep": "c"}),
             &["\"keep\"", "none, all, best", "(a, b.2)", "\"c\""],
@@ -413,7 +414,7 @@ mod tests {
     #[test]
     fn variants_are_one_to_sixteen_with_different_names() {
         let refused = |variants: Value, words: &[&str]| {
-            check_refused::<Explore>(
+            check_refused::<ExploreTool>(
                 json!({"variants": variants}),
                 &[&["\"variants\""], words].concat(),
             );
@@ -423,7 +424,7 @@ mod tests {
                 .map(|number| json!({"name": format!("v{number}"), "code": ""}))
                 .collect::<Vec<_>>()
         };
-        parse::<Explore>(json!({"variants": many(16)})).unwrap();
+        parse::<ExploreTool>(json!({"variants": many(16)})).unwrap();
         refused(json!(many(17)), &["1 to 16", "a list of 17"]);
         refused(json!([]), &["a list of 0"]);
         refused(json!({"a": "1"}), &["an object"]);
@@ -451,15 +452,15 @@ mod tests {
             json!([{"name": "a", "code": "x".repeat(MAX_CODE_BYTES + 1)}]),
             &["4194305 bytes"],
         );
-        check_refused::<Explore>(json!({}), &["needs the argument \"variants\""]);
+        check_refused::<ExploreTool>(json!({}), &["needs the argument \"variants\""]);
     }
 
     #[test]
     fn the_schema_accepts_what_the_parser_accepts() {
-        check_accepted::<Explore>(
+        check_accepted::<ExploreTool>(
             json!({"variants": [{"name": "a".repeat(40), "code": ""}], "timeout": 3_600}),
         );
-        check_accepted::<Explore>(json!({
+        check_accepted::<ExploreTool>(json!({
             "variants": [{"name": "a", "code": "1"}],
             "keep": "best", "best_by": "x", "replace": true,
         }));

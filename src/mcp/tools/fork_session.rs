@@ -6,7 +6,7 @@ use rmcp::model::{CallToolResponse, CallToolResult, ContentBlock};
 use serde_json::{Value, json};
 
 use super::schema::{
-    Description, Effect, Reach, files_schema, object, result_schema, session_schema,
+    Description, Reach, ToolEffect, files_schema, object, result_schema, session_schema,
 };
 use super::{Arguments, SessionArgument, ToolDefinition};
 use crate::auth::Scope;
@@ -21,9 +21,9 @@ use crate::session::{
     FilesCarried, ForkNames, ForkReport, ForkRequest, MAX_FORKS, SessionId, WorkFolder,
 };
 
-pub(super) struct Fork;
+pub(super) struct ForkTool;
 
-impl ToolDefinition for Fork {
+impl ToolDefinition for ForkTool {
     type Call = ops::Fork;
 
     const ENTRY: Entry = Entry {
@@ -69,7 +69,7 @@ impl ToolDefinition for Fork {
                 "files": files_schema("copied, shared, left_alone"),
                 "notes": {"type": "array"},
             })),
-            effect: Effect::Changes {
+            effect: ToolEffect::Changes {
                 destructive: false,
                 idempotent: false,
             },
@@ -233,7 +233,7 @@ mod tests {
 
     #[test]
     fn forks_are_counted_or_named() {
-        let forks = |arguments| parse::<Fork>(arguments).ok().unwrap().request.names;
+        let forks = |arguments| parse::<ForkTool>(arguments).ok().unwrap().request.names;
         let id = |text: &str| text.parse().unwrap();
         assert_eq!(forks(json!({})), ForkNames::Count(1));
         assert_eq!(forks(json!({"count": 16})), ForkNames::Count(16));
@@ -249,7 +249,8 @@ mod tests {
 
     #[test]
     fn forks_that_make_no_sense_are_refused_with_the_reason() {
-        let refused = |arguments: Value, words: &[&str]| check_refused::<Fork>(arguments, words);
+        let refused =
+            |arguments: Value, words: &[&str]| check_refused::<ForkTool>(arguments, words);
         refused(json!({"count": 0}), &["\"count\"", "1 to 16"]);
         refused(json!({"count": 17}), &["\"count\"", "1 to 16", "17"]);
         refused(
@@ -277,8 +278,8 @@ mod tests {
 
     #[test]
     fn the_schema_accepts_what_the_parser_accepts() {
-        check_accepted::<Fork>(json!({"count": 16}));
-        check_accepted::<Fork>(json!({"count": 2, "names": ["a", "b"]}));
+        check_accepted::<ForkTool>(json!({"count": 16}));
+        check_accepted::<ForkTool>(json!({"count": 2, "names": ["a", "b"]}));
     }
 
     fn fork_report(files: FilesCarried, lost: &[&str]) -> ForkReport {
@@ -293,7 +294,7 @@ mod tests {
     #[test]
     fn a_fork_names_the_copies_and_what_they_lack() {
         let session: SessionId = "s".parse().unwrap();
-        let (text, structured) = parts::<Fork>(forked(
+        let (text, structured) = parts::<ForkTool>(forked(
             &session,
             &fork_report(FilesCarried::Copied, &["2 threads", "1 pipe"]),
         ));
@@ -316,7 +317,7 @@ mod tests {
             })
         );
         let (text, structured) =
-            parts::<Fork>(forked(&session, &fork_report(FilesCarried::Shared, &[])));
+            parts::<ForkTool>(forked(&session, &fork_report(FilesCarried::Shared, &[])));
         assert!(
             text.contains("the same for all sessions") && !text.contains("Not carried over"),
             "{text}"

@@ -11,7 +11,7 @@ use rmcp::model::{CallToolResponse, CallToolResult, ContentBlock};
 use rmcp::service::RequestContext;
 use serde_json::{Value, json};
 
-use super::schema::{Description, Effect, Reach, object, result_schema, session_schema};
+use super::schema::{Description, Reach, ToolEffect, object, result_schema, session_schema};
 use super::{Arguments, SessionArgument, ToolDefinition};
 use crate::auth::Scope;
 use crate::mcp::arguments::{BadArgument, Given, shown, wrong};
@@ -30,7 +30,7 @@ use crate::session::{ApprovalRequest, Decision, Principal, ProgressChannel, Refu
 /// How long an installation takes at most, as far as its progress is told.
 const INSTALL_TIME: Duration = Duration::from_secs(300);
 
-pub(super) struct Install;
+pub(super) struct InstallTool;
 
 #[derive(Debug, PartialEq)]
 pub(super) struct InstallCall {
@@ -38,7 +38,7 @@ pub(super) struct InstallCall {
     requirements: Vec<String>,
 }
 
-impl ToolDefinition for Install {
+impl ToolDefinition for InstallTool {
     type Call = InstallCall;
 
     const ENTRY: Entry = Entry {
@@ -78,7 +78,7 @@ impl ToolDefinition for Install {
                 "text": {"type": "string"},
                 "reset_needed_for": {"type": "array"},
             })),
-            effect: Effect::Changes {
+            effect: ToolEffect::Changes {
                 destructive: false,
                 idempotent: true,
             },
@@ -340,7 +340,7 @@ mod tests {
     #[test]
     fn a_list_of_requirements_may_be_written_as_text() {
         let requirements = |written: &str| {
-            parse::<Install>(json!({"package_name": written}))
+            parse::<InstallTool>(json!({"package_name": written}))
                 .unwrap()
                 .requirements
         };
@@ -353,7 +353,7 @@ mod tests {
             ["[broken"],
             "whoever installs it says what is wrong"
         );
-        check_refused::<Install>(json!({"package_name": "[]"}), &["must be"]);
+        check_refused::<InstallTool>(json!({"package_name": "[]"}), &["must be"]);
     }
 
     #[test]
@@ -372,7 +372,7 @@ mod tests {
                 preloaded: texts(preloaded),
                 ruling: None,
             };
-            parts::<Install>(installed(&"s".parse().unwrap(), &report))
+            parts::<InstallTool>(installed(&"s".parse().unwrap(), &report))
         };
         let (text, structured) = told(&["numpy", "yaml"], &["numpy"]);
         assert!(

@@ -4,7 +4,7 @@ use rmcp::model::{CallToolResponse, CallToolResult, ContentBlock};
 use serde_json::json;
 
 use super::schema::{
-    Description, Effect, Reach, checkpoints_schema, object, result_schema, session_schema,
+    Description, Reach, ToolEffect, checkpoints_schema, object, result_schema, session_schema,
     switched_off,
 };
 use super::{Arguments, SessionArgument, ToolDefinition};
@@ -18,9 +18,9 @@ use crate::mcp::turns::Extent;
 use crate::ops::{self, HostExt};
 use crate::session::{CheckpointInfo, SessionId};
 
-pub(super) struct ListCheckpoints;
+pub(super) struct ListCheckpointsTool;
 
-impl ToolDefinition for ListCheckpoints {
+impl ToolDefinition for ListCheckpointsTool {
     type Call = ops::ListCheckpoints;
 
     const ENTRY: Entry = Entry {
@@ -41,7 +41,7 @@ impl ToolDefinition for ListCheckpoints {
             output: result_schema(json!({
                 "session_id": {"type": "string"}, "can_undo": checkpoints_schema(),
             })),
-            effect: Effect::ReadsOnly,
+            effect: ToolEffect::ReadsOnly,
             reach: Reach::Nothing,
         }
     }
@@ -94,7 +94,7 @@ mod tests {
 
     #[test]
     fn what_can_be_undone_is_listed_with_the_argument_that_does_it() {
-        check_accepted::<ListCheckpoints>(json!({"session_id": "a"}));
+        check_accepted::<ListCheckpointsTool>(json!({"session_id": "a"}));
         let session: SessionId = "s".parse().unwrap();
         let checkpoint = |cells_back, before: &str| CheckpointInfo {
             cells_back,
@@ -102,20 +102,20 @@ mod tests {
             age: Duration::from_millis(2500),
         };
         let list = [checkpoint(1, "x = 2"), checkpoint(3, "x = 1")];
-        let (text, structured) = parts::<ListCheckpoints>(checkpoints(&session, &list));
+        let (text, structured) = parts::<ListCheckpointsTool>(checkpoints(&session, &list));
         assert!(
             text.starts_with("cells=1: as it was before `x = 2`, 2 s ago\ncells=3"),
             "{text}"
         );
         assert_eq!(structured["can_undo"][0]["cells"], 1);
-        let (text, _) = parts::<ListCheckpoints>(checkpoints(&session, &[]));
+        let (text, _) = parts::<ListCheckpointsTool>(checkpoints(&session, &[]));
         assert!(text.contains("Nothing can be undone"), "{text}");
     }
 
     #[test]
     fn a_server_that_cannot_undo_says_so() {
         let described = |can_undo| {
-            described::<ListCheckpoints>(&McpSettings {
+            described::<ListCheckpointsTool>(&McpSettings {
                 can_undo,
                 ..McpSettings::default()
             })

@@ -6,7 +6,7 @@
 use rmcp::model::{CallToolResponse, CallToolResult, ContentBlock};
 use serde_json::{Value, json};
 
-use super::schema::{Description, Effect, Reach, object, result_schema};
+use super::schema::{Description, Reach, ToolEffect, object, result_schema};
 use super::{Arguments, SessionArgument, ToolDefinition};
 use crate::auth::Scope;
 use crate::mcp::McpSettings;
@@ -25,9 +25,9 @@ const MAX_SUMMARY_LENGTH: usize = 100;
 /// Notes that are told.
 const MAX_NOTES: usize = 20;
 
-pub(super) struct ListServers;
+pub(super) struct ListServersTool;
 
-impl ToolDefinition for ListServers {
+impl ToolDefinition for ListServersTool {
     type Call = ops::ListServers;
 
     const ENTRY: Entry = Entry {
@@ -43,7 +43,7 @@ impl ToolDefinition for ListServers {
             text: "Lists the registered MCP servers, their state and modules.".to_owned(),
             input: object(json!({}), &[]),
             output: result_schema(json!({"servers": {"type": "array"}})),
-            effect: Effect::ReadsOnly,
+            effect: ToolEffect::ReadsOnly,
             reach: Reach::Nothing,
         }
     }
@@ -203,13 +203,13 @@ mod tests {
         let mut changed = server_report("notes");
         changed.notes.clear();
         changed.tools[0].disabled = Some("its schema changed".to_owned());
-        let (text, _) = parts::<ListServers>(listed(&[failed, changed]));
+        let (text, _) = parts::<ListServersTool>(listed(&[failed, changed]));
         let expected = "slow (stdio, by the operator), failed: it did not answer; 0 tools in \
                         mcptools.slow\n\
                         notes (stdio), connected; 1 tool in mcptools.notes\n  read_note cannot be \
                         called: its schema changed";
         assert_eq!(text, expected);
-        let (text, _) = parts::<ListServers>(listed(&[]));
+        let (text, _) = parts::<ListServersTool>(listed(&[]));
         assert_eq!(text, "No MCP server is registered.");
     }
 }

@@ -3,7 +3,7 @@
 use rmcp::model::{CallToolResponse, CallToolResult, ContentBlock};
 use serde_json::json;
 
-use super::schema::{Description, Effect, Reach, object, result_schema};
+use super::schema::{Description, Reach, ToolEffect, object, result_schema};
 use super::{Arguments, SessionArgument, ToolDefinition};
 use crate::auth::Scope;
 use crate::mcp::McpSettings;
@@ -15,9 +15,9 @@ use crate::mcp::turns::Extent;
 use crate::ops::{self, HostExt};
 use crate::session::SessionInfo;
 
-pub(super) struct ListSessions;
+pub(super) struct ListSessionsTool;
 
-impl ToolDefinition for ListSessions {
+impl ToolDefinition for ListSessionsTool {
     type Call = ops::ListSessions;
 
     const ENTRY: Entry = Entry {
@@ -39,7 +39,7 @@ impl ToolDefinition for ListSessions {
                 "description": "Each: session_id, state, ended (why), executions, age_seconds, \
                                 idle_seconds, memory_bytes.",
             }})),
-            effect: Effect::ReadsOnly,
+            effect: ToolEffect::ReadsOnly,
             reach: Reach::Nothing,
         }
     }
@@ -119,8 +119,8 @@ mod tests {
 
     #[test]
     fn it_takes_no_arguments() {
-        check_accepted::<ListSessions>(json!({}));
-        check_refused::<ListSessions>(json!({"x": 1}), &["\"x\"", "takes no arguments"]);
+        check_accepted::<ListSessionsTool>(json!({}));
+        check_refused::<ListSessionsTool>(json!({"x": 1}), &["\"x\"", "takes no arguments"]);
     }
 
     #[test]
@@ -136,7 +136,7 @@ mod tests {
             rules: Rules::parse(&["example.com"]).unwrap(),
             requested: Vec::new(),
         };
-        let (text, structured) = parts::<ListSessions>(sessions(&[info]));
+        let (text, structured) = parts::<ListSessionsTool>(sessions(&[info]));
         assert_eq!(
             text,
             "s: ended, 2 executions, idle for 1 s, reaches example.com (ended: it ran out of \
@@ -144,7 +144,7 @@ mod tests {
         );
         assert_eq!(structured["sessions"][0]["network"], json!(["example.com"]));
         assert_eq!(
-            parts::<ListSessions>(sessions(&[])).0,
+            parts::<ListSessionsTool>(sessions(&[])).0,
             "There are no sessions."
         );
     }

@@ -43,7 +43,7 @@ use super::{Front, McpSettings, render};
 use crate::session::SessionId;
 pub(super) use install_package::requirements;
 use schema::Description;
-pub(super) use upload_file::Source;
+pub(super) use upload_file::UploadSource;
 
 /// A tool of the default profile.
 trait ToolDefinition: 'static {
@@ -79,21 +79,21 @@ enum SessionArgument {
 
 /// All tools, in the order in which they are listed.
 static TOOLS: [ToolRow; 15] = [
-    row::<execute_ipython_cell::Execute>(),
-    row::<check_execution::Check>(),
-    row::<install_package::Install>(),
-    row::<reset::Reset>(),
-    row::<undo::Undo>(),
-    row::<list_checkpoints::ListCheckpoints>(),
-    row::<fork_session::Fork>(),
-    row::<explore::Explore>(),
-    row::<upload_file::Upload>(),
-    row::<download_file::Download>(),
-    row::<list_sessions::ListSessions>(),
-    row::<close_session::Close>(),
-    row::<register_mcp_server::Register>(),
-    row::<list_mcp_servers::ListServers>(),
-    row::<unregister_mcp_server::Unregister>(),
+    row::<execute_ipython_cell::ExecuteTool>(),
+    row::<check_execution::CheckTool>(),
+    row::<install_package::InstallTool>(),
+    row::<reset::ResetTool>(),
+    row::<undo::UndoTool>(),
+    row::<list_checkpoints::ListCheckpointsTool>(),
+    row::<fork_session::ForkTool>(),
+    row::<explore::ExploreTool>(),
+    row::<upload_file::UploadTool>(),
+    row::<download_file::DownloadTool>(),
+    row::<list_sessions::ListSessionsTool>(),
+    row::<close_session::CloseTool>(),
+    row::<register_mcp_server::RegisterTool>(),
+    row::<list_mcp_servers::ListServersTool>(),
+    row::<unregister_mcp_server::UnregisterTool>(),
 ];
 
 /// A definition as a value.

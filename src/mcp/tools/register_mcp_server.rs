@@ -4,7 +4,7 @@ use rmcp::model::{CallToolResponse, CallToolResult, ContentBlock};
 use serde_json::{Value, json};
 
 use super::list_mcp_servers::{MAX_LISTED, counted, fields, notes, tool_line};
-use super::schema::{Description, Effect, Reach, object, result_schema};
+use super::schema::{Description, Reach, ToolEffect, object, result_schema};
 use super::{Arguments, SessionArgument, ToolDefinition};
 use crate::auth::Scope;
 use crate::mcp::arguments::{BadArgument, MAX_SERVER_NAME_LENGTH};
@@ -16,7 +16,7 @@ use crate::mcp::{Front, McpSettings};
 use crate::ops::{self, HostExt};
 use crate::session::servers::{ServerReport, ServerRequest};
 
-pub(super) struct Register;
+pub(super) struct RegisterTool;
 
 #[derive(Debug, PartialEq)]
 pub(super) struct RegisterCall {
@@ -24,7 +24,7 @@ pub(super) struct RegisterCall {
     params: Value,
 }
 
-impl ToolDefinition for Register {
+impl ToolDefinition for RegisterTool {
     type Call = RegisterCall;
 
     const ENTRY: Entry = Entry {
@@ -63,7 +63,7 @@ impl ToolDefinition for Register {
                 "tools": {"type": "array"},
                 "notes": {"type": "array"},
             })),
-            effect: Effect::Changes {
+            effect: ToolEffect::Changes {
                 destructive: false,
                 idempotent: true,
             },
@@ -153,7 +153,7 @@ mod tests {
 
     #[test]
     fn a_registered_server_names_its_modules_and_how_to_use_them() {
-        let (text, structured) = parts::<Register>(registered(&server_report("notes")));
+        let (text, structured) = parts::<RegisterTool>(registered(&server_report("notes")));
         let expected = "The MCP server \"notes\" (stdio) is registered: 1 tool in \
                         mcptools.notes.\n  read_note  Reads a note.\n\
                         In a cell of any session: `from mcptools.notes.read_note import Params, \
@@ -167,7 +167,7 @@ mod tests {
 
     #[test]
     fn a_large_server_does_not_fill_the_answer() {
-        let (text, _) = parts::<Register>(registered(&many(1000)));
+        let (text, _) = parts::<RegisterTool>(registered(&many(1000)));
         assert!(text.contains("… and 940 more: dir(mcptools.many)"));
         assert!(text.len() < 9000 && text.lines().count() == 64, "{text}");
     }

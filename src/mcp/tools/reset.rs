@@ -3,7 +3,7 @@
 use rmcp::model::{CallToolResponse, CallToolResult, ContentBlock};
 use serde_json::json;
 
-use super::schema::{Description, Effect, Reach, object, result_schema, session_schema};
+use super::schema::{Description, Reach, ToolEffect, object, result_schema, session_schema};
 use super::{Arguments, SessionArgument, ToolDefinition};
 use crate::auth::Scope;
 use crate::mcp::McpSettings;
@@ -16,9 +16,9 @@ use crate::ops::{self, HostExt};
 use crate::sandbox::Preparation;
 use crate::session::{ResetReport, SessionId};
 
-pub(super) struct Reset;
+pub(super) struct ResetTool;
 
-impl ToolDefinition for Reset {
+impl ToolDefinition for ResetTool {
     type Call = ops::Reset;
 
     const ENTRY: Entry = Entry {
@@ -41,7 +41,7 @@ impl ToolDefinition for Reset {
                 "interrupted_running_cell": {"type": "boolean"},
                 "files_kept": {"type": "boolean"},
             })),
-            effect: Effect::Changes {
+            effect: ToolEffect::Changes {
                 destructive: true,
                 idempotent: true,
             },
@@ -147,7 +147,7 @@ mod tests {
                 files_kept,
                 had_no_session: false,
             };
-            parts::<Reset>(reset(&session, &report, &Preparation::Ready)).0
+            parts::<ResetTool>(reset(&session, &report, &Preparation::Ready)).0
         };
         assert!(told(true, true).contains("was stopped") && told(true, true).contains("are kept"));
         assert!(
@@ -159,7 +159,7 @@ mod tests {
     #[test]
     fn a_reset_that_waits_says_for_what() {
         let why = Some("Python is being prepared".to_owned());
-        let (text, _) = parts::<Reset>(resetting(&"s".parse().unwrap(), why));
+        let (text, _) = parts::<ResetTool>(resetting(&"s".parse().unwrap(), why));
         assert!(
             text.contains("not ready yet (Python is being prepared)"),
             "{text}"
@@ -174,7 +174,7 @@ mod tests {
             had_no_session: true,
         };
         let told = |preparation: &Preparation| {
-            parts::<Reset>(reset(&"s".parse().unwrap(), &report, preparation)).0
+            parts::<ResetTool>(reset(&"s".parse().unwrap(), &report, preparation)).0
         };
         let ready = told(&Preparation::Ready);
         assert!(
@@ -201,14 +201,14 @@ mod tests {
 
     #[test]
     fn bad_names_of_sessions_are_refused() {
-        check_accepted::<Reset>(json!({"session_id": "a".repeat(64)}));
-        check_refused::<Reset>(json!({"session_id": "a/b"}), &["\"session_id\"", "\"a/b\""]);
-        check_refused::<Reset>(json!({"session_id": ".."}), &["\"session_id\""]);
+        check_accepted::<ResetTool>(json!({"session_id": "a".repeat(64)}));
+        check_refused::<ResetTool>(json!({"session_id": "a/b"}), &["\"session_id\"", "\"a/b\""]);
+        check_refused::<ResetTool>(json!({"session_id": ".."}), &["\"session_id\""]);
     }
 
     #[test]
     fn a_long_refused_value_is_not_sent_back_whole() {
-        let text = parse::<Reset>(json!({"session_id": "x".repeat(100_000)}))
+        let text = parse::<ResetTool>(json!({"session_id": "x".repeat(100_000)}))
             .err()
             .unwrap()
             .to_string();

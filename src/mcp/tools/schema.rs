@@ -16,12 +16,12 @@ pub(super) struct Description {
     pub(super) text: String,
     pub(super) input: Value,
     pub(super) output: Value,
-    pub(super) effect: Effect,
+    pub(super) effect: ToolEffect,
     pub(super) reach: Reach,
 }
 
 /// What a tool does to the world, as far as the protocol can say it.
-pub(super) enum Effect {
+pub(super) enum ToolEffect {
     ReadsOnly,
     Changes { destructive: bool, idempotent: bool },
 }
@@ -79,11 +79,11 @@ pub(super) fn switched_off(settings: &McpSettings) -> &'static str {
 
 /// Says only what differs from the protocol's defaults: a tool changes things, destructively, and
 /// not the same twice.
-fn hints(effect: Effect) -> ToolAnnotations {
+fn hints(effect: ToolEffect) -> ToolAnnotations {
     let hints = ToolAnnotations::new();
     match effect {
-        Effect::ReadsOnly => hints.read_only(true),
-        Effect::Changes {
+        ToolEffect::ReadsOnly => hints.read_only(true),
+        ToolEffect::Changes {
             destructive,
             idempotent,
         } => {

@@ -4,7 +4,7 @@ use rmcp::model::{CallToolResponse, CallToolResult, ContentBlock};
 use serde_json::json;
 
 use super::schema::{
-    Description, Effect, Reach, checkpoints_schema, files_schema, object, result_schema,
+    Description, Reach, ToolEffect, checkpoints_schema, files_schema, object, result_schema,
     session_schema, switched_off,
 };
 use super::{Arguments, SessionArgument, ToolDefinition};
@@ -18,9 +18,9 @@ use crate::mcp::turns::Extent;
 use crate::ops::{self, HostExt};
 use crate::session::{FilesCarried, SessionId, UndoReport, WorkFolder, most_undone};
 
-pub(super) struct Undo;
+pub(super) struct UndoTool;
 
-impl ToolDefinition for Undo {
+impl ToolDefinition for UndoTool {
     type Call = ops::Undo;
 
     const ENTRY: Entry = Entry {
@@ -61,7 +61,7 @@ impl ToolDefinition for Undo {
                 "can_undo": checkpoints_schema(),
                 "notes": {"type": "array"},
             })),
-            effect: Effect::Changes {
+            effect: ToolEffect::Changes {
                 destructive: true,
                 idempotent: false,
             },
@@ -150,12 +150,12 @@ mod tests {
     #[test]
     fn an_undo_takes_one_cell_back_unless_more_are_named() {
         let parsed = |arguments| {
-            let op = parse::<Undo>(arguments).ok().unwrap();
+            let op = parse::<UndoTool>(arguments).ok().unwrap();
             (op.session.to_string(), op.cells)
         };
         assert_eq!(parsed(json!({})), ("default".to_owned(), 1));
         let arguments = json!({"session_id": "s", "cells": 100});
-        check_accepted::<Undo>(arguments.clone());
+        check_accepted::<UndoTool>(arguments.clone());
         assert_eq!(parsed(arguments), ("s".to_owned(), 100));
         for cells in [
             json!(0),
@@ -165,15 +165,15 @@ mod tests {
             json!("1"),
             json!(null),
         ] {
-            check_refused::<Undo>(json!({"cells": cells}), &["\"cells\"", "1 to 100"]);
+            check_refused::<UndoTool>(json!({"cells": cells}), &["\"cells\"", "1 to 100"]);
         }
-        check_refused::<Undo>(json!({"cell": 1}), &["\"cells\"?"]);
+        check_refused::<UndoTool>(json!({"cell": 1}), &["\"cells\"?"]);
     }
 
     #[test]
     fn a_server_that_cannot_undo_says_so() {
         let described = |can_undo| {
-            described::<Undo>(&McpSettings {
+            described::<UndoTool>(&McpSettings {
                 can_undo,
                 ..McpSettings::default()
             })
@@ -202,7 +202,7 @@ mod tests {
     fn an_undo_tells_what_is_back_and_what_more_could_be() {
         let session: SessionId = "s".parse().unwrap();
         let (text, structured) =
-            parts::<Undo>(undone(&session, &undo_report(FilesCarried::Restored, &[])));
+            parts::<UndoTool>(undone(&session, &undo_report(FilesCarried::Restored, &[])));
         assert!(
             text.starts_with("The last cell of session \"s\" is undone. Variables and files"),
             "{text}"
@@ -225,7 +225,7 @@ mod tests {
             left: vec![],
             ..undo_report(why, &["1 connection"])
         };
-        let (text, structured) = parts::<Undo>(undone(&session, &crashed));
+        let (text, structured) = parts::<UndoTool>(undone(&session, &crashed));
         for words in [
             "The last 2 cells",
             "are undone",

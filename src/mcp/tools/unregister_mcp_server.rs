@@ -3,7 +3,7 @@
 use rmcp::model::{CallToolResponse, CallToolResult, ContentBlock};
 use serde_json::json;
 
-use super::schema::{Description, Effect, Reach, object, result_schema};
+use super::schema::{Description, Reach, ToolEffect, object, result_schema};
 use super::{Arguments, SessionArgument, ToolDefinition};
 use crate::auth::Scope;
 use crate::mcp::McpSettings;
@@ -14,9 +14,9 @@ use crate::mcp::toolbox::{Entry, ToolContext};
 use crate::mcp::turns::Extent;
 use crate::ops::{self, HostExt};
 
-pub(super) struct Unregister;
+pub(super) struct UnregisterTool;
 
-impl ToolDefinition for Unregister {
+impl ToolDefinition for UnregisterTool {
     type Call = ops::UnregisterServer;
 
     const ENTRY: Entry = Entry {
@@ -33,7 +33,7 @@ impl ToolDefinition for Unregister {
             text: "Disconnects from a registered MCP server and removes its modules.".to_owned(),
             input: object(json!({"server_name": {"type": "string"}}), &["server_name"]),
             output: result_schema(json!({"server_name": {"type": "string"}})),
-            effect: Effect::Changes {
+            effect: ToolEffect::Changes {
                 destructive: true,
                 idempotent: true,
             },
@@ -81,7 +81,7 @@ mod tests {
 
     #[test]
     fn a_server_that_is_gone_is_named() {
-        let (text, structured) = parts::<Unregister>(unregistered("a"));
+        let (text, structured) = parts::<UnregisterTool>(unregistered("a"));
         assert!(text.contains("\"a\" is not registered any more"), "{text}");
         assert_eq!(structured["server_name"], "a");
     }

@@ -6,7 +6,7 @@ use rmcp::model::{CallToolResponse, CallToolResult, ContentBlock};
 use serde_json::{Value, json};
 
 use super::schema::{
-    Description, Effect, Reach, object, overwrite_schema, path_schema, session_schema,
+    Description, Reach, ToolEffect, object, overwrite_schema, path_schema, session_schema,
     transfer_schema,
 };
 use super::{Arguments, SessionArgument, ToolDefinition};
@@ -21,25 +21,25 @@ use crate::mcp::{Front, McpSettings, Server, Shared};
 use crate::ops::{self, HostExt, Io};
 use crate::session::{InsidePath, Principal, SessionId};
 
-pub(super) struct Upload;
+pub(super) struct UploadTool;
 
 #[derive(Debug, PartialEq)]
 pub(super) struct UploadCall {
     session: SessionId,
     relpath: InsidePath,
-    source: Source,
+    source: UploadSource,
     overwrite: bool,
 }
 
 /// Where an uploaded file comes from.
 #[derive(Debug, PartialEq)]
-pub(in crate::mcp) enum Source {
+pub(in crate::mcp) enum UploadSource {
     /// A path on the caller's own machine, which is this one.
     Local(String),
     Content(Vec<u8>),
 }
 
-impl ToolDefinition for Upload {
+impl ToolDefinition for UploadTool {
     type Call = UploadCall;
 
     const ENTRY: Entry = Entry {
@@ -89,7 +89,7 @@ impl ToolDefinition for Upload {
             text: text.to_owned(),
             input,
             output: transfer_schema(),
-            effect: Effect::Changes {
+            effect: ToolEffect::Changes {
                 destructive: true,
                 idempotent: true,
             },
@@ -103,9 +103,9 @@ impl ToolDefinition for Upload {
             relpath: arguments.take("relpath").inside_path()?,
             source: match arguments.defaults.front {
                 Front::Stdio => {
-                    Source::Local(arguments.take("local_path").text(MAX_PATH_LENGTH, 1)?)
+                    UploadSource::Local(arguments.take("local_path").text(MAX_PATH_LENGTH, 1)?)
                 }
-                Front::Http => Source::Content(content(
+                Front::Http => UploadSource::Content(content(
                     arguments.take("text"),
                     arguments.take("base64"),
                     arguments.take("resource"),
@@ -170,14 +170,14 @@ impl Server {
         owner: &Principal,
         session: &SessionId,
         relpath: &InsidePath,
-        source: Source,
+        source: UploadSource,
         overwrite: bool,
     ) -> Result<u64, Box<dyn Error + Send + Sync>> {
         let Shared {
             sessions, files, ..
         } = &*self.shared;
         match source {
-            Source::Local(path) => {
+            UploadSource::Local(path) => {
                 let file = on_a_thread(files, move |files| files.open(&path)).await?;
                 let mut source = Capped::new(tokio::fs::File::from_std(file), files.largest());
                 Ok(sessions
@@ -192,7 +192,7 @@ impl Server {
                     )
                     .await?)
             }
-            Source::Content(bytes) => Ok(sessions
+            UploadSource::Content(bytes) => Ok(sessions
                 .run_with(
                     owner,
                     ops::WriteFile {
@@ -225,11 +225,11 @@ mod tests {
         let arguments =
             json!({"relpath": "a/b", "local_path": "c", "session_id": "s", "overwrite": true});
         assert_eq!(
-            parse::<Upload>(arguments).unwrap(),
+            parse::<UploadTool>(arguments).unwrap(),
             UploadCall {
                 session: "s".parse().unwrap(),
                 relpath: "a/b".parse().unwrap(),
-                source: Source::Local("c".to_owned()),
+                source: UploadSource::Local("c".to_owned()),
                 overwrite: true
             }
         );
@@ -237,11 +237,11 @@ mod tests {
 
     #[test]
     fn bad_paths_are_refused() {
-        check_refused::<Upload>(
+        check_refused::<UploadTool>(
             json!({"relpath": "../a", "local_path": "b"}),
             &["\"relpath\"", "\"../a\""],
         );
-        check_refused::<Upload>(
+        check_refused::<UploadTool>(
             json!({"relpath": "a", "local_path": ""}),
             &["\"local_path\"", "0 bytes"],
         );
@@ -249,7 +249,7 @@ mod tests {
 
     #[test]
     fn an_upload_says_how_much_went_where() {
-        let (text, structured) = parts::<Upload>(uploaded(&"s".parse().unwrap(), "a", 5));
+        let (text, structured) = parts::<UploadTool>(uploaded(&"s".parse().unwrap(), "a", 5));
         assert_eq!(
             text,
             "Copied 5 bytes to \"a\" in the working folder of session \"s\"."

@@ -158,10 +158,10 @@ struct Bench {
 
 impl Bench {
     fn new() -> Bench {
-        Bench::with("http://127.0.0.1:8080/simple", Limits::default())
+        Bench::with("http://127.0.0.1:8080/simple", InstallLimits::default())
     }
 
-    fn with(index: &str, limits: Limits) -> Bench {
+    fn with(index: &str, limits: InstallLimits) -> Bench {
         let store = StoreBench::new();
         let index = IndexSettings {
             index_url: IndexUrl::parse(index).unwrap(),
@@ -180,7 +180,7 @@ impl Bench {
         }
     }
 
-    async fn install(&self, request: &PackageRequest) -> Result<Installed, PackageError> {
+    async fn install(&self, request: &PackageRequest) -> Result<InstallResult, PackageError> {
         let told = Arc::clone(&self.told);
         self.installer
             .install(request, &self.fake, &move |step| {
@@ -207,7 +207,7 @@ fn request(requirements: &[&str]) -> PackageRequest {
     PackageRequest {
         requirements,
         upgrade: false,
-        present: vec![Package::new("numpy", "2.1.0")],
+        present: vec![PackageVersion::new("numpy", "2.1.0")],
     }
 }
 
@@ -223,8 +223,8 @@ async fn a_package_is_resolved_fetched_and_added() {
     assert_eq!(
         installed.added,
         [
-            Package::new("polars", "1.2.3"),
-            Package::new("narwhals", "2.0")
+            PackageVersion::new("polars", "1.2.3"),
+            PackageVersion::new("narwhals", "2.0")
         ]
     );
     assert!(installed.private.is_empty() && installed.already.is_empty());
@@ -263,7 +263,7 @@ async fn the_second_installation_needs_no_sandbox_and_a_restarted_server_only_a_
         installer: Installer::new(
             Arc::new(bench.store.open()),
             bench.installer.index.clone(),
-            Limits::default(),
+            InstallLimits::default(),
         ),
         ..bench
     };
@@ -354,7 +354,10 @@ async fn an_upgrade_asks_the_index_even_for_what_is_there() {
 
 #[tokio::test]
 async fn the_resolvers_words_come_back_without_passwords_and_with_what_can_be_done() {
-    let bench = Bench::with("http://me:hunter2@127.0.0.1:8080/simple", Limits::default());
+    let bench = Bench::with(
+        "http://me:hunter2@127.0.0.1:8080/simple",
+        InstallLimits::default(),
+    );
     let words = "Because x depends on numpy>=3 and you require numpy==2.1.0 \
                  (http://me:hunter2@127.0.0.1:8080/simple)";
     bench.fake.answers(json!({"failed": words}), &[]);
@@ -419,12 +422,15 @@ async fn source_code_is_built_at_once_and_its_host_is_reachable() {
 async fn nothing_is_built_where_that_is_refused_or_a_password_could_be_read() {
     let refusing = Bench::with(
         "http://127.0.0.1:8080/",
-        Limits {
+        InstallLimits {
             builds: Builds::Refused,
-            ..Limits::default()
+            ..InstallLimits::default()
         },
     );
-    let secret = Bench::with("http://me:hunter2@127.0.0.1:8080/", Limits::default());
+    let secret = Bench::with(
+        "http://me:hunter2@127.0.0.1:8080/",
+        InstallLimits::default(),
+    );
     for bench in [refusing, secret] {
         bench.fake.answers(
             json!({"failed": "x has no usable wheels", "no_wheel": true}),
@@ -514,9 +520,9 @@ async fn size_is_bounded_over_all_packages_and_a_refused_build_leaves_nothing() 
     for (bytes, fits) in [(1_400, true), (1_399, false)] {
         let bench = Bench::with(
             "http://127.0.0.1:8080/",
-            Limits {
+            InstallLimits {
                 bytes,
-                ..Limits::default()
+                ..InstallLimits::default()
             },
         );
         bench
@@ -575,9 +581,9 @@ async fn size_is_bounded_over_packages_that_are_fetched_one_by_one() {
     for (bytes, fits) in [(8, true), (7, false)] {
         let bench = Bench::with(
             "http://127.0.0.1:8080/",
-            Limits {
+            InstallLimits {
                 bytes,
-                ..Limits::default()
+                ..InstallLimits::default()
             },
         );
         bench

@@ -21,14 +21,14 @@ use tokio::sync::oneshot;
 use tokio::time::Instant;
 use tracing::{debug, info};
 
-use super::host_calls::{Caller, HostCalls};
+use super::host_calls::{CallOrigin, HostCalls};
 use super::network::ConnectionRequest;
 use super::shell::CommandRequest;
 use crate::approval::{ApprovalAnswer, Policy, Subject, Verdict};
 use crate::session::approvals::{
     ApprovalId, Approver, DecidedBy, Decision, Ruling, Why, Wording, keep, note, refusal,
 };
-use crate::session::tools::{ToolCall, ToolReason, ToolRefused};
+use crate::session::tools::{ToolReason, ToolRefused, UpstreamToolCall};
 
 /// Approval requests of one cell that may be pending at the same time. A person who is shown more
 /// than this reads none of them.
@@ -137,7 +137,7 @@ impl HostCalls {
         &mut self,
         subject: Subject,
         wanted: PendingAction,
-        caller: &mut Caller<'_>,
+        caller: &mut CallOrigin<'_>,
     ) {
         match self.verdict(&subject) {
             Verdict::Allow => self.proceed(subject, wanted, caller),
@@ -163,7 +163,7 @@ impl HostCalls {
 
     /// Handles a connection held by the gateway. Connections to the same destination share one
     /// approval request.
-    pub(super) fn wants_name(&mut self, wanted: ConnectionRequest, caller: &mut Caller<'_>) {
+    pub(super) fn wants_name(&mut self, wanted: ConnectionRequest, caller: &mut CallOrigin<'_>) {
         let ConnectionRequest { name, port, reply } = wanted;
         let subject = Subject::Domain { name, port };
         let same = self
@@ -218,7 +218,7 @@ impl HostCalls {
         })
     }
 
-    fn why_not_asked(&self, size: usize, caller: &Caller<'_>) -> Option<Why> {
+    fn why_not_asked(&self, size: usize, caller: &CallOrigin<'_>) -> Option<Why> {
         if self.owner.is_none() {
             return Some(Why::Hidden);
         }
@@ -248,7 +248,7 @@ impl HostCalls {
         subject: Subject,
         wanted: PendingAction,
         line: String,
-        caller: &mut Caller<'_>,
+        caller: &mut CallOrigin<'_>,
     ) {
         let now = Instant::now();
         let Some(running) = &mut caller.running else {
@@ -282,7 +282,7 @@ impl HostCalls {
 
     /// Publishes pending requests to the followers of the cell, and resumes the clock when none is
     /// left.
-    fn show(&mut self, caller: &mut Caller<'_>) {
+    fn show(&mut self, caller: &mut CallOrigin<'_>) {
         let now = Instant::now();
         let (approvals, together) = (self.approvals.now(), self.pending.list.len());
         let asked = |pending: &PendingApproval| {
@@ -307,7 +307,7 @@ impl HostCalls {
     pub(super) fn decide(
         &mut self,
         decisions: Vec<Decision>,
-        caller: &mut Caller<'_>,
+        caller: &mut CallOrigin<'_>,
     ) -> Vec<Ruling> {
         let mut rulings = Vec::new();
         for Decision { id, answer } in decisions {
@@ -356,7 +356,7 @@ impl HostCalls {
     }
 
     /// Allows other pending requests that a session-wide permission also covers.
-    fn proceed_with_covered(&mut self, caller: &mut Caller<'_>) {
+    fn proceed_with_covered(&mut self, caller: &mut CallOrigin<'_>) {
         let granted = self.shared.facts().granted.clone();
         for PendingApproval {
             subject, wanted, ..
@@ -369,7 +369,7 @@ impl HostCalls {
     }
 
     /// Refuses requests that have reached their deadline.
-    pub(super) fn expire(&mut self, caller: &mut Caller<'_>) {
+    pub(super) fn expire(&mut self, caller: &mut CallOrigin<'_>) {
         let now = Instant::now();
         let late = self.pending.take(|pending| pending.until <= now);
         for PendingApproval {
@@ -391,7 +391,7 @@ impl HostCalls {
     }
 
     /// Discards a request that the code has withdrawn. Returns whether there was one.
-    pub(super) fn withdraw_pending(&mut self, ask: u64, caller: &mut Caller<'_>) -> bool {
+    pub(super) fn withdraw_pending(&mut self, ask: u64, caller: &mut CallOrigin<'_>) -> bool {
         let withdrawn = self
             .pending
             .take(|pending| pending.wanted.ask() == Some(ask));
@@ -413,7 +413,7 @@ impl HostCalls {
 
     /// Discards all requests, because the code is being stopped. From now on its clock is the grace
     /// period.
-    pub(super) fn give_up(&mut self, caller: &mut Caller<'_>) {
+    pub(super) fn give_up(&mut self, caller: &mut CallOrigin<'_>) {
         for PendingApproval {
             subject,
             line,
@@ -427,7 +427,7 @@ impl HostCalls {
     }
 
     /// Performs the action with the subject that was approved.
-    fn proceed(&mut self, subject: Subject, wanted: PendingAction, caller: &Caller<'_>) {
+    fn proceed(&mut self, subject: Subject, wanted: PendingAction, caller: &CallOrigin<'_>) {
         match (subject, wanted) {
             (Subject::Install { requirements }, PendingAction::Install { ask, upgrade }) => {
                 self.install_packages(ask, requirements, upgrade);
@@ -443,7 +443,7 @@ impl HostCalls {
             ) => {
                 self.enqueue_call(
                     ask,
-                    ToolCall {
+                    UpstreamToolCall {
                         server,
                         tool,
                         arguments,
@@ -487,7 +487,7 @@ impl HostCalls {
                 } else {
                     ToolReason::Denied
                 };
-                let call = ToolCall {
+                let call = UpstreamToolCall {
                     server,
                     tool,
                     arguments,

@@ -14,17 +14,18 @@ use tokio_util::sync::CancellationToken;
 
 use super::DriverCommand;
 use super::forks::{
-    self, Fork, Forked, ForksWanted, copy, files_carried, fork, fork_kept, seeded, united, without,
+    self, ForkedSession, ForksWanted, UnstartedFork, copy, files_carried, fork, fork_kept, seeded,
+    united, without,
 };
 use super::launch::{Inheritance, WorkFuture};
-use super::shared::Shared;
+use super::shared::SharedSession;
 use crate::runner_client::{Branched, Claim, CopyReport, Request};
 use crate::sandbox::{CheckpointError, CheckpointId, LaunchError, Sandbox};
 use crate::session::history::{History, KeptState};
 use crate::session::output::bounded_text;
 use crate::session::state::RequestId;
 use crate::session::{
-    FilesCarried, OutcomeNote, Refused, Remedy, Retry, SessionId, SessionSettings, Undo,
+    FilesCarried, OutcomeNote, Refused, Remedy, Retry, SessionId, SessionSettings, UndoPolicy,
     UndoReport, WorkFolder,
 };
 
@@ -56,7 +57,7 @@ struct Copying {
 /// Result of a copy.
 pub(super) enum Product {
     Copy(Result<CheckpointId, CheckpointError>),
-    Forks(Result<Vec<Fork>, String>),
+    Forks(Result<Vec<UnstartedFork>, String>),
 }
 
 impl Product {
@@ -85,22 +86,22 @@ pub(super) enum Replacement {
         reply: oneshot::Sender<Result<UndoReport, Refused>>,
     },
     Fork {
-        fork: Option<Box<Fork>>,
+        fork: Option<Box<UnstartedFork>>,
         note: String,
-        reply: oneshot::Sender<Result<(), Box<Fork>>>,
+        reply: oneshot::Sender<Result<(), Box<UnstartedFork>>>,
     },
 }
 
 /// Receiver of requested forks.
-pub(super) type ForkReply = oneshot::Sender<Result<Forked, Refused>>;
+pub(super) type ForkReply = oneshot::Sender<Result<ForkedSession, Refused>>;
 
 /// The copies of a session.
 pub(super) struct Branches {
     id: SessionId,
-    undo: Undo,
+    undo: UndoPolicy,
     work_folder: WorkFolder,
     memory_limit: Option<u64>,
-    shared: Arc<Shared>,
+    shared: Arc<SharedSession>,
     numbers: Arc<AtomicU64>,
     history: History,
     copying: Option<Copying>,
@@ -108,7 +109,7 @@ pub(super) struct Branches {
     no_copies: Option<String>,
     /// The fork request in progress, and its result.
     forking: Option<(RequestId, ForkReply)>,
-    forked: Option<Result<Forked, String>>,
+    forked: Option<Result<ForkedSession, String>>,
     pub(super) replacement: Option<Replacement>,
     /// Commands waiting for the end of an automatic copy.
     postponed: Vec<DriverCommand>,
@@ -118,7 +119,7 @@ impl Branches {
     pub(super) fn new(
         id: &SessionId,
         settings: &SessionSettings,
-        shared: &Arc<Shared>,
+        shared: &Arc<SharedSession>,
         numbers: &Arc<AtomicU64>,
     ) -> Branches {
         Branches {
@@ -146,7 +147,7 @@ impl Branches {
         code: &str,
         sandbox: Option<&dyn Sandbox>,
     ) -> Vec<OutcomeNote> {
-        let Undo::On { checkpoints, .. } = self.undo else {
+        let UndoPolicy::On { checkpoints, .. } = self.undo else {
             return Vec::new();
         };
         let mut notes = Vec::from_iter(self.drop_lost(sandbox));
@@ -184,7 +185,7 @@ impl Branches {
     }
 
     fn keep(&mut self, copy: KeptState, sandbox: Option<&dyn Sandbox>) -> Vec<OutcomeNote> {
-        let Undo::On { checkpoints, .. } = self.undo else {
+        let UndoPolicy::On { checkpoints, .. } = self.undo else {
             return Vec::new();
         };
         let forgotten = self.history.copied(copy, checkpoints);
@@ -220,7 +221,7 @@ impl Branches {
         carried: &CopyReport,
         sandbox: Option<&dyn Sandbox>,
     ) -> (bool, Vec<OutcomeNote>) {
-        let (Some(checkpoint), Undo::On { .. }) = (beginning, self.undo) else {
+        let (Some(checkpoint), UndoPolicy::On { .. }) = (beginning, self.undo) else {
             return (false, Vec::new());
         };
         if carried.mapped {
@@ -339,8 +340,8 @@ impl Branches {
         let copying = self.copying.as_mut()?;
         copying.watched = None;
         let undo_files = match self.undo {
-            Undo::On { files, .. } => files,
-            Undo::Off => 0,
+            UndoPolicy::On { files, .. } => files,
+            UndoPolicy::Off => 0,
         };
         watched.then_some(Request::Branch {
             id: copying.id,
@@ -428,7 +429,7 @@ impl Branches {
     /// Stores forks for the request that asked for them.
     pub(super) fn forks_made(
         &mut self,
-        forks: Result<Vec<Fork>, String>,
+        forks: Result<Vec<UnstartedFork>, String>,
         lost: Vec<String>,
         inheritance: &Inheritance,
     ) {
@@ -444,7 +445,7 @@ impl Branches {
     pub(super) fn end_forking(
         &mut self,
         id: RequestId,
-    ) -> Option<(ForkReply, Option<Result<Forked, Refused>>)> {
+    ) -> Option<(ForkReply, Option<Result<ForkedSession, Refused>>)> {
         let (_, reply) = self.forking.take_if(|(forking, _)| *forking == id)?;
         let forked = self.forked.take().map(|forked| {
             forked.map_err(|why| Refused::CannotCopy {

@@ -5,14 +5,14 @@ use tokio::sync::oneshot;
 use tracing::{debug, warn};
 
 use super::branches::{ForkReply, Product, Replacement};
-use super::forks::{Fork, Forked, ForksWanted, restore};
+use super::forks::{ForkedSession, ForksWanted, UnstartedFork, restore};
 use super::launch::{Finished, Live};
 use super::{Driver, DriverCommand};
 use crate::runner_client::{Branched, CopyReport};
 use crate::sandbox::{CheckpointError, LaunchError, Sandbox};
 use crate::session::late::LateText;
 use crate::session::state::{RequestEnd, RequestId, SessionEvent, State};
-use crate::session::{Refused, Retry, Undo, UndoReport};
+use crate::session::{Refused, Retry, UndoPolicy, UndoReport};
 
 impl Driver {
     /// Starts to copy the interpreter, for a later undo or for forks.
@@ -116,7 +116,7 @@ impl Driver {
     /// Undoes cells, or returns why not. Waits for a copy in progress, but not for a cell.
     pub(super) fn undo(&mut self, cells: u32, reply: oneshot::Sender<Result<UndoReport, Refused>>) {
         let id = self.id.clone();
-        if self.settings.undo == Undo::Off {
+        if self.settings.undo == UndoPolicy::Off {
             let _ = reply.send(Err(Refused::UndoOff { id }));
         } else if self.machine.has_cell() {
             let _ = reply.send(Err(Refused::CellRunning {
@@ -150,9 +150,9 @@ impl Driver {
     /// Replaces this session's interpreter and sandbox with a fork, or returns the fork.
     pub(super) fn adopt(
         &mut self,
-        fork: Box<Fork>,
+        fork: Box<UnstartedFork>,
         note: String,
-        reply: oneshot::Sender<Result<(), Box<Fork>>>,
+        reply: oneshot::Sender<Result<(), Box<UnstartedFork>>>,
     ) {
         if self.machine.has_cell() {
             let _ = reply.send(Err(fork));
@@ -166,9 +166,9 @@ impl Driver {
 
     fn adopt_now(
         &mut self,
-        fork: Box<Fork>,
+        fork: Box<UnstartedFork>,
         note: String,
-        reply: oneshot::Sender<Result<(), Box<Fork>>>,
+        reply: oneshot::Sender<Result<(), Box<UnstartedFork>>>,
     ) {
         self.branches.replacement = Some(Replacement::Fork {
             fork: Some(fork),
@@ -184,7 +184,7 @@ impl Driver {
     }
 
     /// Hands over sandbox and interpreter, if they are idle.
-    pub(super) fn surrender(&mut self) -> Option<Box<Fork>> {
+    pub(super) fn surrender(&mut self) -> Option<Box<UnstartedFork>> {
         let at_rest = matches!(
             &self.live,
             Some(Live {
@@ -199,7 +199,7 @@ impl Driver {
         let mut live = self.live.take()?;
         live.inheritance = self.inheritance();
         self.metered = None;
-        Some(Box::new(Fork::of(sandbox, live)))
+        Some(Box::new(UnstartedFork::of(sandbox, live)))
     }
 
     /// Starts the replacement.
@@ -266,7 +266,7 @@ impl Driver {
         &mut self,
         answer: RequestEnd,
         reply: ForkReply,
-        forked: Option<Result<Forked, Refused>>,
+        forked: Option<Result<ForkedSession, Refused>>,
     ) {
         let result = match (answer, forked) {
             (RequestEnd::Finished, Some(forked)) => forked,

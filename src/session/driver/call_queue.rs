@@ -12,12 +12,12 @@ use tokio::task::{AbortHandle, JoinSet};
 use tracing::debug;
 
 use super::approvals::PendingAction;
-use super::host_calls::{Caller, HostCalls};
+use super::host_calls::{CallOrigin, HostCalls};
 use crate::approval::{Fingerprint, Subject};
 use crate::runner_client::{HostCall, HostCallAnswer, Request};
 use crate::session::install::{self, InstallError, InstallRequest, Installed};
 use crate::session::tools::{
-    Begun, CallEnd, ToolCall, ToolCalls, ToolReason, ToolRefused, ToolReply,
+    Begun, CallEnd, ToolCalls, ToolReason, ToolRefused, ToolReply, UpstreamToolCall,
 };
 
 /// Concurrent installations of one cell.
@@ -57,7 +57,7 @@ struct Open {
 
 struct Waiting {
     ask: u64,
-    call: ToolCall,
+    call: UpstreamToolCall,
     size: usize,
 }
 
@@ -123,7 +123,7 @@ impl CallQueue {
         }
     }
 
-    fn note_at_once(&mut self, call: &ToolCall, reason: ToolReason) {
+    fn note_at_once(&mut self, call: &UpstreamToolCall, reason: ToolReason) {
         self.calls.note(Begun::now(call), CallEnd::Refused(reason));
     }
 
@@ -282,7 +282,7 @@ impl HostCalls {
         &mut self,
         ask: u64,
         question: HostCall,
-        caller: &mut Caller<'_>,
+        caller: &mut CallOrigin<'_>,
     ) -> Result<(), String> {
         if self.call_queue.knows(ask) || self.pending.knows(ask) {
             return Err("a question was asked under the number of another".to_owned());
@@ -310,7 +310,7 @@ impl HostCalls {
             } => {
                 self.asked_to_call(
                     ask,
-                    ToolCall {
+                    UpstreamToolCall {
                         server,
                         tool,
                         arguments,
@@ -377,7 +377,13 @@ impl HostCalls {
         });
     }
 
-    fn asked_to_call(&mut self, ask: u64, call: ToolCall, size: usize, caller: &mut Caller<'_>) {
+    fn asked_to_call(
+        &mut self,
+        ask: u64,
+        call: UpstreamToolCall,
+        size: usize,
+        caller: &mut CallOrigin<'_>,
+    ) {
         let call_queue = &mut self.call_queue;
         call_queue.asked += 1;
         if call_queue.asked > MAX_CALLS_OF_A_CELL {
@@ -398,7 +404,7 @@ impl HostCalls {
             Ok(fingerprint) => fingerprint,
             Err(refused) => return self.refuse_call(ask, &call, refused),
         };
-        let ToolCall {
+        let UpstreamToolCall {
             server,
             tool,
             arguments,
@@ -418,8 +424,8 @@ impl HostCalls {
 
     /// Returns the current fingerprint of a tool, if the tool exists and was granted to this
     /// session.
-    fn tool_as_it_is(&self, call: &ToolCall) -> Result<Option<Fingerprint>, ToolRefused> {
-        let ToolCall { server, tool, .. } = call;
+    fn tool_as_it_is(&self, call: &UpstreamToolCall) -> Result<Option<Fingerprint>, ToolRefused> {
+        let UpstreamToolCall { server, tool, .. } = call;
         let (Some(broker), Some(owner)) = (&self.tools.0, &self.owner) else {
             return Err(ToolRefused::no_server(server));
         };
@@ -455,9 +461,9 @@ impl HostCalls {
     pub(super) fn enqueue_call(
         &mut self,
         ask: u64,
-        call: ToolCall,
+        call: UpstreamToolCall,
         size: usize,
-        caller: &Caller<'_>,
+        caller: &CallOrigin<'_>,
     ) {
         self.call_queue
             .waiting
@@ -467,7 +473,7 @@ impl HostCalls {
     }
 
     /// Starts queued calls up to the limit.
-    pub(super) fn start_waiting_calls(&mut self, caller: &Caller<'_>) {
+    pub(super) fn start_waiting_calls(&mut self, caller: &CallOrigin<'_>) {
         while self.call_queue.calls_under_way() < MAX_CALLS
             && let Some(Waiting { ask, call, size }) = self.call_queue.waiting.pop_front()
         {
@@ -476,7 +482,7 @@ impl HostCalls {
         }
     }
 
-    fn call_tool(&mut self, ask: u64, call: ToolCall, caller: &Caller<'_>) {
+    fn call_tool(&mut self, ask: u64, call: UpstreamToolCall, caller: &CallOrigin<'_>) {
         let (Some(broker), Some(owner)) = (self.tools.0.clone(), self.owner.clone()) else {
             let refused = ToolRefused::no_server(&call.server);
             return self.refuse_call(ask, &call, refused);
@@ -493,7 +499,7 @@ impl HostCalls {
         });
     }
 
-    pub(super) fn refuse_call(&mut self, ask: u64, call: &ToolCall, refused: ToolRefused) {
+    pub(super) fn refuse_call(&mut self, ask: u64, call: &UpstreamToolCall, refused: ToolRefused) {
         self.call_queue.note_at_once(call, refused.reason);
         self.call_queue.answer_at_once(ask, not_called(refused));
     }

@@ -20,22 +20,22 @@ use crate::session::FilesCarried;
 use crate::session::tools::{Grant, Grants};
 
 /// A copy of a session in its own sandbox, before it has a driver. It is destroyed when dropped.
-pub(in crate::session) struct Fork {
+pub(in crate::session) struct UnstartedFork {
     sandbox: Option<Box<dyn Sandbox>>,
     live: Option<Box<Live>>,
 }
 
-impl Fork {
-    fn new(sandbox: Box<dyn Sandbox>) -> Fork {
-        Fork {
+impl UnstartedFork {
+    fn new(sandbox: Box<dyn Sandbox>) -> UnstartedFork {
+        UnstartedFork {
             sandbox: Some(sandbox),
             live: None,
         }
     }
 
     /// Makes a fork from a session that hands over its sandbox.
-    pub(super) fn of(sandbox: Box<dyn Sandbox>, live: Live) -> Fork {
-        Fork {
+    pub(super) fn of(sandbox: Box<dyn Sandbox>, live: Live) -> UnstartedFork {
+        UnstartedFork {
             sandbox: Some(sandbox),
             live: Some(Box::new(live)),
         }
@@ -72,7 +72,7 @@ impl Fork {
     }
 }
 
-impl Drop for Fork {
+impl Drop for UnstartedFork {
     fn drop(&mut self) {
         // Without a runtime the server has ended, and the backend has destroyed all its sandboxes.
         if let Some(mut sandbox) = self.sandbox.take()
@@ -92,8 +92,8 @@ pub(in crate::session) struct ForksWanted {
 }
 
 /// Result of a fork request.
-pub(in crate::session) struct Forked {
-    pub(in crate::session) forks: Vec<Fork>,
+pub(in crate::session) struct ForkedSession {
+    pub(in crate::session) forks: Vec<UnstartedFork>,
     pub(in crate::session) lost: Vec<String>,
     pub(in crate::session) files: FilesCarried,
     /// A sentence about the random numbers of the forks.
@@ -162,7 +162,7 @@ async fn forks_of(
     give_up: CancellationToken,
     count: usize,
     terms: ForkTerms,
-) -> Result<Vec<Fork>, String> {
+) -> Result<Vec<UnstartedFork>, String> {
     let made = join_all((0..count).map(|_| fork_once(sandbox, checkpoint, terms)));
     let made = tokio::select! {
         made = made => made,
@@ -182,7 +182,7 @@ async fn forks_of(
     match failure {
         None => Ok(forks),
         Some(why) => {
-            join_all(forks.into_iter().map(Fork::destroy)).await;
+            join_all(forks.into_iter().map(UnstartedFork::destroy)).await;
             Err(why)
         }
     }
@@ -192,9 +192,9 @@ async fn fork_once(
     sandbox: &dyn Sandbox,
     checkpoint: CheckpointId,
     terms: ForkTerms,
-) -> Result<Fork, LaunchError> {
+) -> Result<UnstartedFork, LaunchError> {
     let (sandbox, interpreter) = sandbox.fork(checkpoint, terms).await?;
-    let mut fork = Fork::new(sandbox);
+    let mut fork = UnstartedFork::new(sandbox);
     match greet(interpreter).await {
         Ok(live) => {
             fork.live = Some(live);
@@ -218,7 +218,7 @@ pub(super) async fn restore(mut sandbox: Box<dyn Sandbox>, checkpoint: Checkpoin
 }
 
 /// Starts a session with a fork that is still being made.
-pub(super) async fn arrive(fork: oneshot::Receiver<Box<Fork>>) -> Finished {
+pub(super) async fn arrive(fork: oneshot::Receiver<Box<UnstartedFork>>) -> Finished {
     match fork.await.ok().and_then(|fork| fork.into_parts()) {
         Some((sandbox, live)) => Finished::Started(Some(sandbox), Ok(live)),
         None => Finished::failed("the fork was not made"),
@@ -226,11 +226,15 @@ pub(super) async fn arrive(fork: oneshot::Receiver<Box<Fork>>) -> Finished {
 }
 
 /// Builds the report about forks that were made.
-pub(super) fn forked(mut forks: Vec<Fork>, lost: Vec<String>, inheritance: &Inheritance) -> Forked {
+pub(super) fn forked(
+    mut forks: Vec<UnstartedFork>,
+    lost: Vec<String>,
+    inheritance: &Inheritance,
+) -> ForkedSession {
     for live in forks.iter_mut().filter_map(|fork| fork.live.as_mut()) {
         live.inheritance = inheritance.clone();
     }
-    let carried = forks.iter().map(Fork::carried).collect::<Vec<_>>();
+    let carried = forks.iter().map(UnstartedFork::carried).collect::<Vec<_>>();
     let lost = united(std::iter::once(&lost).chain(carried.iter().map(|carried| &carried.lost)));
     let files = carried
         .iter()
@@ -251,7 +255,7 @@ pub(super) fn forked(mut forks: Vec<Fork>, lost: Vec<String>, inheritance: &Inhe
         ),
         None => "Random generators without a seed draw other numbers in each copy.".to_owned(),
     };
-    Forked {
+    ForkedSession {
         forks,
         lost,
         files,

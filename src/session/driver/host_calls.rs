@@ -14,7 +14,7 @@ use super::call_queue::{CallAnswer, CallQueue};
 use super::cell::Cell;
 use super::deliveries::Deliveries;
 use super::requests::Running;
-use super::shared::Shared;
+use super::shared::SharedSession;
 use crate::runner_client::Request;
 use crate::sandbox::Sandbox;
 use crate::session::approvals::{InForce, Ruling};
@@ -30,7 +30,7 @@ pub(super) struct HostCalls {
     pub(super) packages: PackageSource,
     pub(super) tools: Tools,
     pub(super) approvals: InForce,
-    pub(super) shared: Arc<Shared>,
+    pub(super) shared: Arc<SharedSession>,
     pub(super) numbers: Arc<AtomicU64>,
     pub(super) call_queue: CallQueue,
     pub(super) pending: PendingApprovals,
@@ -38,13 +38,13 @@ pub(super) struct HostCalls {
 }
 
 /// The calling cell, and where it runs.
-pub(super) struct Caller<'a> {
+pub(super) struct CallOrigin<'a> {
     pub(super) running: Option<&'a mut Running>,
     pub(super) sandbox: Option<&'a dyn Sandbox>,
     pub(super) is_stopping: bool,
 }
 
-impl Caller<'_> {
+impl CallOrigin<'_> {
     pub(super) fn cell(&self) -> Option<&Cell> {
         self.running.as_ref().and_then(|running| running.cell())
     }
@@ -55,7 +55,7 @@ impl HostCalls {
         id: &SessionId,
         owner: Option<&Principal>,
         settings: &SessionSettings,
-        shared: &Arc<Shared>,
+        shared: &Arc<SharedSession>,
         numbers: &Arc<AtomicU64>,
     ) -> HostCalls {
         HostCalls {
@@ -88,7 +88,11 @@ impl HostCalls {
     }
 
     /// Records the answer to a call, and returns the frame to send.
-    pub(super) fn answered(&mut self, answered: CallAnswer, caller: &mut Caller<'_>) -> Request {
+    pub(super) fn answered(
+        &mut self,
+        answered: CallAnswer,
+        caller: &mut CallOrigin<'_>,
+    ) -> Request {
         let (request, packages) = self.call_queue.close(answered);
         self.shared.add_packages(&packages);
         self.start_waiting_calls(caller);

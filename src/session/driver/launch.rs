@@ -9,7 +9,7 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use super::SessionOrigin;
-use super::forks::{Fork, arrive};
+use super::forks::{UnstartedFork, arrive};
 use crate::approval::SessionGrants;
 use crate::reaction::within;
 use crate::runner_client::Connection;
@@ -136,7 +136,7 @@ pub(super) enum Finished {
     /// The started interpreter or the reason why there is none, and the sandbox, if there is one.
     Started(Option<Box<dyn Sandbox>>, Result<Box<Live>, LaunchError>),
     Copied(Box<dyn Sandbox>, Result<CheckpointId, CheckpointError>),
-    Forked(Box<dyn Sandbox>, Result<Vec<Fork>, String>),
+    Forked(Box<dyn Sandbox>, Result<Vec<UnstartedFork>, String>),
 }
 
 impl Finished {

@@ -42,13 +42,13 @@ use tracing::{debug, info, warn};
 use self::branches::{Branches, Product};
 use self::call_queue::CallAnswer;
 use self::cell::{Cell, CellEnd};
-pub(super) use self::forks::{Fork, Forked, ForksWanted};
-use self::host_calls::{Caller, HostCalls};
+pub(super) use self::forks::{ForkedSession, ForksWanted, UnstartedFork};
+use self::host_calls::{CallOrigin, HostCalls};
 use self::launch::{Finished, Inheritance, Launch, Live};
-use self::network::{ConnectionRequest, Network};
-pub(super) use self::requests::{Job, ReadExtent, Received};
+use self::network::{ConnectionRequest, SessionNetwork};
+pub(super) use self::requests::{FileData, ReadExtent, SessionJob};
 use self::requests::{Running, Task, Transfer};
-pub(super) use self::shared::Shared;
+pub(super) use self::shared::SharedSession;
 use self::transfers::{DownloadTransfer, Listing, PackageFolders, UploadTransfer};
 use self::wording::ended_by;
 use super::accounts::{Accounts, Metered};
@@ -62,7 +62,7 @@ use super::state::{
 use super::tools::ToolCalls;
 use super::{
     Decision, ExecuteRequest, ExecutionEnded, ExecutionId, Ledger, OutcomeNote, Principal, Refused,
-    Remedy, ResetReport, Retry, Ruling, SessionId, SessionSettings, StateAfter, Status, Undo,
+    Remedy, ResetReport, Retry, Ruling, SessionId, SessionSettings, StateAfter, Status, UndoPolicy,
     UndoReport, WorkFolder,
 };
 use crate::reaction::{CpuAccount, ReactionLimit};
@@ -90,7 +90,7 @@ const MAX_TIMEOUT: Duration = Duration::from_secs(30 * 24 * 3600);
 
 /// Requests that other tasks send to a driver.
 pub(super) enum DriverCommand {
-    Submit(RequestId, Job),
+    Submit(RequestId, SessionJob),
     Cancel(RequestId),
     /// Requests the running cell's output since the previous request; `None` if no cell runs.
     ReadNewOutput {
@@ -112,12 +112,12 @@ pub(super) enum DriverCommand {
     /// Replaces the session's interpreter and sandbox with a fork. The fork is returned if that is
     /// not possible now.
     Adopt {
-        fork: Box<Fork>,
+        fork: Box<UnstartedFork>,
         note: String,
-        reply: oneshot::Sender<Result<(), Box<Fork>>>,
+        reply: oneshot::Sender<Result<(), Box<UnstartedFork>>>,
     },
     /// Ends the session and hands over its interpreter and sandbox, if they are alive and idle.
-    Surrender(oneshot::Sender<Option<Box<Fork>>>),
+    Surrender(oneshot::Sender<Option<Box<UnstartedFork>>>),
     /// Ends the session. CallAnswer when all resources are released.
     Shutdown(oneshot::Sender<()>),
 }
@@ -132,13 +132,13 @@ pub(super) enum SessionOrigin {
     Launch(Arc<dyn Backend>),
     /// A fork that is still being made. The note is added to the first outcome.
     Fork {
-        fork: oneshot::Receiver<Box<Fork>>,
+        fork: oneshot::Receiver<Box<UnstartedFork>>,
         note: Option<String>,
     },
     /// A fork that is compared with others. All of them use this seed, so they draw the same random
     /// numbers.
     Variant {
-        fork: oneshot::Receiver<Box<Fork>>,
+        fork: oneshot::Receiver<Box<UnstartedFork>>,
         seed: u64,
     },
 }
@@ -165,7 +165,7 @@ pub(super) struct DriverSetup {
     pub(super) origin: SessionOrigin,
     pub(super) settings: SessionSettings,
     pub(super) numbers: Arc<AtomicU64>,
-    pub(super) shared: Arc<Shared>,
+    pub(super) shared: Arc<SharedSession>,
 }
 
 /// Runs a session until it is gone.
@@ -200,7 +200,7 @@ pub(super) async fn drive(
         SessionOrigin::Fork { note, .. } => note.clone(),
         SessionOrigin::Hidden { .. } | SessionOrigin::Variant { .. } => None,
     };
-    let machine = Machine::new(settings.undo != Undo::Off);
+    let machine = Machine::new(settings.undo != UndoPolicy::Off);
     // A session that was a variant before already has facts.
     shared.facts().state = machine.state().shown();
     let owner = quota_scope.as_ref().map(|quota_scope| &quota_scope.owner);
@@ -230,7 +230,7 @@ pub(super) async fn drive(
         late: LateText::default(),
         seed,
         host_calls,
-        network: Network::new(),
+        network: SessionNetwork::new(),
         resets: Vec::new(),
         closers: Vec::new(),
         expired: false,
@@ -263,9 +263,9 @@ struct Driver {
     /// Source of frame numbers.
     numbers: Arc<AtomicU64>,
     commands: mpsc::Receiver<DriverCommand>,
-    shared: Arc<Shared>,
+    shared: Arc<SharedSession>,
     machine: Machine,
-    waiting: HashMap<RequestId, Job>,
+    waiting: HashMap<RequestId, SessionJob>,
     running: Option<Running>,
     live: Option<Live>,
     launch: Launch,
@@ -281,7 +281,7 @@ struct Driver {
     /// Seed given before each cell to random generators that the code has not seeded.
     seed: Option<u64>,
     host_calls: HostCalls,
-    network: Network,
+    network: SessionNetwork,
     resets: Vec<(oneshot::Sender<Result<ResetReport, Refused>>, bool)>,
     closers: Vec<oneshot::Sender<()>>,
     expired: bool,
@@ -290,7 +290,7 @@ struct Driver {
 /// Event that woke the loop.
 enum Wake {
     Command(Option<DriverCommand>),
-    Runner(Result<runner_client::Event, runner_client::ConnectionError>),
+    Runner(Result<runner_client::RunnerEvent, runner_client::ConnectionError>),
     Exit(Exit),
     Finished(Finished),
     /// The sandbox is ready to copy the interpreter, or will not copy it.
@@ -473,7 +473,7 @@ impl Driver {
         self.shared.touch();
         match command {
             // A file list is informational, so it is refused rather than queued behind a cell.
-            DriverCommand::Submit(_, Job::List { reply }) if self.machine.has_cell() => {
+            DriverCommand::Submit(_, SessionJob::List { reply }) if self.machine.has_cell() => {
                 let running = Refused::CellRunning {
                     id: self.id.clone(),
                     then: Retry::ListFiles,
@@ -552,7 +552,7 @@ impl Driver {
                 ..
             } => {}
             State::Waiting => {
-                if let Some(Job::Execute { reporter, .. }) =
+                if let Some(SessionJob::Execute { reporter, .. }) =
                     self.machine.first().and_then(|id| self.waiting.get(&id))
                 {
                     reporter.hold();
@@ -599,8 +599,10 @@ impl Driver {
 
     fn start(&mut self, id: RequestId) {
         match self.waiting.remove(&id) {
-            Some(Job::Execute { request, reporter }) => self.start_cell(id, request, reporter),
-            Some(Job::Write {
+            Some(SessionJob::Execute { request, reporter }) => {
+                self.start_cell(id, request, reporter)
+            }
+            Some(SessionJob::Write {
                 path,
                 overwrite,
                 source,
@@ -609,15 +611,15 @@ impl Driver {
                 id,
                 UploadTransfer::begin(id, path, overwrite, source, reply),
             ),
-            Some(Job::Read { path, what, reply }) => {
+            Some(SessionJob::Read { path, what, reply }) => {
                 self.start_transfer(id, DownloadTransfer::begin(id, path, what, reply));
             }
-            Some(Job::List { reply }) => self.start_transfer(id, Listing::begin(id, reply)),
-            Some(Job::Packages { paths, reply }) => {
+            Some(SessionJob::List { reply }) => self.start_transfer(id, Listing::begin(id, reply)),
+            Some(SessionJob::Packages { paths, reply }) => {
                 self.start_transfer(id, PackageFolders::begin(id, paths, reply));
             }
             // Forks are started by another action of the machine.
-            Some(Job::Fork { .. }) | None => {}
+            Some(SessionJob::Fork { .. }) | None => {}
         }
     }
 
@@ -679,8 +681,8 @@ impl Driver {
     }
 
     /// Returns the host-call part together with the running cell, which is lent to it.
-    fn host_calls(&mut self) -> (&mut HostCalls, Caller<'_>) {
-        let caller = Caller {
+    fn host_calls(&mut self) -> (&mut HostCalls, CallOrigin<'_>) {
+        let caller = CallOrigin {
             is_stopping: self.is_stopping(),
             running: self.running.as_mut(),
             sandbox: self.launch.sandbox(),
@@ -751,7 +753,7 @@ impl Driver {
     }
 
     fn fork(&mut self, id: RequestId) {
-        let Some(Job::Fork { wanted, reply }) = self.waiting.remove(&id) else {
+        let Some(SessionJob::Fork { wanted, reply }) = self.waiting.remove(&id) else {
             return;
         };
         self.branches.begin_forking(id, reply);
@@ -1048,7 +1050,7 @@ impl Driver {
         }
         while let Ok(Some(event)) = connection.next_now() {
             match event {
-                runner_client::Event::Closed => return,
+                runner_client::RunnerEvent::Closed => return,
                 event => self.take(event),
             }
         }
@@ -1068,14 +1070,14 @@ impl Driver {
         self.happen(SessionEvent::ProtocolBroken);
     }
 
-    fn heard(&mut self, event: runner_client::Event) {
+    fn heard(&mut self, event: runner_client::RunnerEvent) {
         match event {
-            runner_client::Event::Closed => {
+            runner_client::RunnerEvent::Closed => {
                 if let Some(live) = &mut self.live {
                     live.connection = Err(Instant::now() + EXIT_TIMEOUT);
                 }
             }
-            runner_client::Event::Sent => self.send_file(),
+            runner_client::RunnerEvent::Sent => self.send_file(),
             event => {
                 self.take(event);
                 if let Some(running) = self.running.as_ref().filter(|running| running.is_over()) {
@@ -1092,14 +1094,14 @@ impl Driver {
 
     /// Takes a part of the running request's result. Text that belongs to no running cell is late
     /// output; other events that belong to no running request are dropped.
-    fn take(&mut self, event: runner_client::Event) {
-        if let runner_client::Event::Claim(Claim::Branched { id, branched }) = event {
+    fn take(&mut self, event: runner_client::RunnerEvent) {
+        if let runner_client::RunnerEvent::Claim(Claim::Branched { id, branched }) = event {
             return self.branched(id, branched);
         }
-        if let runner_client::Event::Claim(Claim::Ask { id, ask, question }) = event {
+        if let runner_client::RunnerEvent::Claim(Claim::Ask { id, ask, question }) = event {
             return self.asked(id, ask, question);
         }
-        if let runner_client::Event::Claim(claim) = &event {
+        if let runner_client::RunnerEvent::Claim(claim) = &event {
             let (is_delivery, note) = self.host_calls.deliveries.delivered(claim);
             self.notes.extend(note.map(OutcomeNote::from));
             if is_delivery || self.branches.declined(claim) {
@@ -1108,14 +1110,14 @@ impl Driver {
         }
         let running = self.running.as_mut();
         match event {
-            runner_client::Event::Stray { pipe, bytes } => self.late.write(pipe, &bytes),
-            runner_client::Event::Text { pipe, bytes } => {
+            runner_client::RunnerEvent::Stray { pipe, bytes } => self.late.write(pipe, &bytes),
+            runner_client::RunnerEvent::Text { pipe, bytes } => {
                 match running.and_then(Running::cell_mut) {
                     Some(cell) if cell.runs_inside() => cell.print(pipe, &bytes),
                     _ => self.late.write(pipe, &bytes),
                 }
             }
-            runner_client::Event::Claim(claim) => {
+            runner_client::RunnerEvent::Claim(claim) => {
                 let begins = matches!(claim, Claim::Started { .. });
                 let taken = running.map_or(Ok(()), |running| running.take(claim));
                 if begins && self.is_stopping() && self.cell().is_some_and(Cell::runs_inside) {
@@ -1126,7 +1128,7 @@ impl Driver {
                     self.broken(what);
                 }
             }
-            runner_client::Event::Sent | runner_client::Event::Closed => {}
+            runner_client::RunnerEvent::Sent | runner_client::RunnerEvent::Closed => {}
         }
     }
 

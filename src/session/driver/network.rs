@@ -16,7 +16,7 @@ use crate::session::approvals::InForce;
 const MAX_QUEUED: usize = 64;
 
 /// The rules of a session's network.
-pub(super) struct Network {
+pub(super) struct SessionNetwork {
     /// The operator's rules, once there is a sandbox to apply them to.
     ceiling: Option<Rules>,
     /// The narrower rules of a caller, if it gave any.
@@ -27,10 +27,10 @@ pub(super) struct Network {
     wants: mpsc::Sender<ConnectionRequest>,
 }
 
-impl Network {
-    pub(super) fn new() -> Network {
+impl SessionNetwork {
+    pub(super) fn new() -> SessionNetwork {
         let (wants, wanted) = mpsc::channel(MAX_QUEUED);
-        Network {
+        SessionNetwork {
             ceiling: None,
             narrowed: None,
             wanted,

@@ -12,7 +12,7 @@ use tokio::time::Instant;
 
 use super::FILE_TIMEOUT;
 use super::cell::Cell;
-use super::forks::{Forked, ForksWanted};
+use super::forks::{ForkedSession, ForksWanted};
 use crate::reaction::ReactionLimit;
 use crate::runner_client::{Claim, Request};
 use crate::session::executions::ExecutionReporter;
@@ -21,7 +21,7 @@ use crate::session::state::{RequestId, RequestKind};
 use crate::session::{ExecuteRequest, FileList, InsidePath, Refused};
 
 /// A request and the destination of its answer.
-pub(in crate::session) enum Job {
+pub(in crate::session) enum SessionJob {
     Execute {
         request: ExecuteRequest,
         reporter: ExecutionReporter,
@@ -35,7 +35,7 @@ pub(in crate::session) enum Job {
     Read {
         path: InsidePath,
         what: ReadExtent,
-        reply: oneshot::Sender<Result<Received, Refused>>,
+        reply: oneshot::Sender<Result<FileData, Refused>>,
     },
     List {
         reply: oneshot::Sender<Result<FileList, Refused>>,
@@ -47,7 +47,7 @@ pub(in crate::session) enum Job {
     },
     Fork {
         wanted: ForksWanted,
-        reply: oneshot::Sender<Result<Forked, Refused>>,
+        reply: oneshot::Sender<Result<ForkedSession, Refused>>,
     },
 }
 
@@ -65,7 +65,7 @@ pub(in crate::session) enum ReadExtent {
 }
 
 /// Data read from a file.
-pub(in crate::session) struct Received {
+pub(in crate::session) struct FileData {
     pub(in crate::session) bytes: SpooledTempFile,
     pub(in crate::session) sent: u64,
     /// The size of the whole file, and a text that differs when the file has changed. Claimed by
@@ -74,26 +74,27 @@ pub(in crate::session) struct Received {
     pub(in crate::session) version: String,
 }
 
-impl Job {
+impl SessionJob {
     pub(super) fn kind(&self) -> RequestKind {
         match self {
-            Job::Execute { .. } => RequestKind::Cell,
-            Job::Write { .. } | Job::Read { .. } | Job::List { .. } | Job::Packages { .. } => {
-                RequestKind::File
-            }
-            Job::Fork { .. } => RequestKind::Fork,
+            SessionJob::Execute { .. } => RequestKind::Cell,
+            SessionJob::Write { .. }
+            | SessionJob::Read { .. }
+            | SessionJob::List { .. }
+            | SessionJob::Packages { .. } => RequestKind::File,
+            SessionJob::Fork { .. } => RequestKind::Fork,
         }
     }
 
     /// Answers a request that was never started.
     pub(super) fn refuse(self, refused: Refused) {
         match self {
-            Job::Execute { reporter, .. } => reporter.end(Err(refused)),
-            Job::Write { reply, .. } => drop(reply.send(Err(refused))),
-            Job::Read { reply, .. } => drop(reply.send(Err(refused))),
-            Job::List { reply } => drop(reply.send(Err(refused))),
-            Job::Packages { reply, .. } => drop(reply.send(Err(refused))),
-            Job::Fork { reply, .. } => drop(reply.send(Err(refused))),
+            SessionJob::Execute { reporter, .. } => reporter.end(Err(refused)),
+            SessionJob::Write { reply, .. } => drop(reply.send(Err(refused))),
+            SessionJob::Read { reply, .. } => drop(reply.send(Err(refused))),
+            SessionJob::List { reply } => drop(reply.send(Err(refused))),
+            SessionJob::Packages { reply, .. } => drop(reply.send(Err(refused))),
+            SessionJob::Fork { reply, .. } => drop(reply.send(Err(refused))),
         }
     }
 }

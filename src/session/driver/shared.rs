@@ -14,7 +14,7 @@ use crate::session::kept_outputs::SessionOutputs;
 use crate::session::tools::Grants;
 
 /// Session data that other tasks can read without asking the driver.
-pub(in crate::session) struct Shared {
+pub(in crate::session) struct SharedSession {
     facts: Mutex<Facts>,
     pub(in crate::session) outputs: SessionOutputs,
     /// Installations that wait for approval.
@@ -45,8 +45,8 @@ pub(in crate::session) struct Facts {
     pub(in crate::session) grants: Grants,
 }
 
-impl Shared {
-    pub(in crate::session) fn new(outputs: SessionOutputs) -> Shared {
+impl SharedSession {
+    pub(in crate::session) fn new(outputs: SessionOutputs) -> SharedSession {
         let now = Instant::now();
         let facts = Facts {
             state: SessionState::Starting,
@@ -62,7 +62,7 @@ impl Shared {
             granted: SessionGrants::default(),
             grants: Grants::default(),
         };
-        Shared {
+        SharedSession {
             facts: Mutex::new(facts),
             outputs,
             installs: Mutex::default(),

@@ -13,7 +13,7 @@ use rustix::fs::OFlags;
 use tracing::debug;
 
 use super::approvals::PendingAction;
-use super::host_calls::{Caller, HostCalls};
+use super::host_calls::{CallOrigin, HostCalls};
 use crate::approval::Subject;
 use crate::runner_client::{ClaimedCommand, HostCallAnswer, OutputPipes};
 use crate::sandbox::{Exit, Launcher, Process, ProgramError, ProgramSpec, WORK_FOLDER};
@@ -45,7 +45,7 @@ impl HostCalls {
         &mut self,
         ask: u64,
         claimed: ClaimedCommand,
-        caller: &mut Caller<'_>,
+        caller: &mut CallOrigin<'_>,
     ) {
         let Some(outlets) = claimed.outlets.clone().filter(only_take) else {
             return self.refuse_command(
@@ -69,7 +69,7 @@ impl HostCalls {
         ask: u64,
         command: ShellCommand,
         outlets: OutputPipes,
-        caller: &mut Caller<'_>,
+        caller: &mut CallOrigin<'_>,
     ) {
         let subject = Subject::Shell {
             command: command.text(),
@@ -92,7 +92,7 @@ impl HostCalls {
         ask: u64,
         command: ShellCommand,
         outlets: OutputPipes,
-        caller: &Caller<'_>,
+        caller: &CallOrigin<'_>,
     ) {
         if self.call_queue.commands() >= MAX_COMMANDS {
             return self.refuse_command(

@@ -6,7 +6,7 @@ use tempfile::SpooledTempFile;
 use tokio::sync::oneshot;
 
 use super::STAGED_IN_MEMORY;
-use super::requests::{ReadExtent, Received, Transfer};
+use super::requests::{FileData, ReadExtent, Transfer};
 use super::wording::{file_failed, file_list};
 use crate::runner_client::{Claim, FileFailure, MAX_LISTED, Request};
 use crate::session::install::LoadedModules;
@@ -124,7 +124,7 @@ pub(super) struct DownloadTransfer {
     limit: u64,
     bytes: SpooledTempFile,
     sent: u64,
-    reply: Reply<Received>,
+    reply: Reply<FileData>,
 }
 
 impl DownloadTransfer {
@@ -132,7 +132,7 @@ impl DownloadTransfer {
         id: RequestId,
         path: InsidePath,
         what: ReadExtent,
-        reply: oneshot::Sender<Result<Received, Refused>>,
+        reply: oneshot::Sender<Result<FileData, Refused>>,
     ) -> (Request, Box<dyn Transfer>) {
         let name = path.as_str().to_owned();
         let (request, limit) = match what {
@@ -161,7 +161,7 @@ impl DownloadTransfer {
     }
 
     /// Returns the data, once the runner has claimed the end of it.
-    fn finish(&mut self, size: u64, total: u64, version: String) -> Result<Received, Refused> {
+    fn finish(&mut self, size: u64, total: u64, version: String) -> Result<FileData, Refused> {
         // The number of bytes read is authoritative. A different claim means that the file is
         // incomplete.
         if size != self.sent {
@@ -170,7 +170,7 @@ impl DownloadTransfer {
         }
         let mut bytes = std::mem::replace(&mut self.bytes, SpooledTempFile::new(0));
         bytes.rewind().map_err(not_staged)?;
-        Ok(Received {
+        Ok(FileData {
             bytes,
             sent: self.sent,
             total,

@@ -8,7 +8,7 @@ use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::sync::oneshot;
 
 use super::Sessions;
-use crate::session::driver::{Job, ReadExtent, Received, STAGED_IN_MEMORY};
+use crate::session::driver::{FileData, ReadExtent, STAGED_IN_MEMORY, SessionJob};
 use crate::session::uploads::{UploadPart, Uploaded};
 use crate::session::{FileList, FileRange, InsidePath, Principal, Refused, SessionId};
 
@@ -50,7 +50,7 @@ impl Sessions {
         let (reply, answer) = oneshot::channel();
         self.submit(
             &entry,
-            Job::Write {
+            SessionJob::Write {
                 path: path.clone(),
                 overwrite,
                 source,
@@ -95,7 +95,7 @@ impl Sessions {
         let length = length.unwrap_or(MAX_PART_BYTES).min(MAX_PART_BYTES);
         // The runner uses signed numbers.
         let offset = offset.min(i64::MAX as u64);
-        let Received {
+        let FileData {
             bytes,
             sent,
             total,
@@ -121,12 +121,12 @@ impl Sessions {
         id: &SessionId,
         path: &InsidePath,
         what: ReadExtent,
-    ) -> Result<Received, Refused> {
+    ) -> Result<FileData, Refused> {
         let entry = self.find(owner, id)?;
         let (reply, answer) = oneshot::channel();
         self.submit(
             &entry,
-            Job::Read {
+            SessionJob::Read {
                 path: path.clone(),
                 what,
                 reply,
@@ -140,7 +140,7 @@ impl Sessions {
     pub async fn list_files(&self, owner: &Principal, id: &SessionId) -> Result<FileList, Refused> {
         let entry = self.find(owner, id)?;
         let (reply, answer) = oneshot::channel();
-        self.submit(&entry, Job::List { reply })
+        self.submit(&entry, SessionJob::List { reply })
             .map_err(|error| self.explained(owner, id, error))?;
         answer.await.unwrap_or_else(|_| Err(self.gone(owner, id)))
     }

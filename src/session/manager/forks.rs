@@ -8,10 +8,12 @@ use tokio::sync::oneshot;
 use tokio_util::sync::CancellationToken;
 
 use super::{DriverHandle, Sessions, Table, shut_down};
-use crate::session::driver::{Fork, Forked, ForksWanted, Job, SessionOrigin, Shared};
+use crate::session::driver::{
+    ForkedSession, ForksWanted, SessionJob, SessionOrigin, SharedSession, UnstartedFork,
+};
 use crate::session::tools::Grant;
 use crate::session::{
-    ForkNames, ForkReport, ForkRequest, MAX_FORKS, Principal, Refused, SessionId, Undo,
+    ForkNames, ForkReport, ForkRequest, MAX_FORKS, Principal, Refused, SessionId, UndoPolicy,
 };
 
 /// Limit in characters for the suffix added to a source's name, so that part of that name remains.
@@ -21,12 +23,12 @@ const MAX_SUFFIX_LENGTH: usize = 48;
 pub(in crate::session) struct Reservation {
     pub(in crate::session) id: SessionId,
     entry: DriverHandle,
-    fork: oneshot::Sender<Box<Fork>>,
+    fork: oneshot::Sender<Box<UnstartedFork>>,
 }
 
 impl Reservation {
     /// Gives the session its interpreter and sandbox.
-    pub(in crate::session) fn take(self, fork: Box<Fork>) -> SessionId {
+    pub(in crate::session) fn take(self, fork: Box<UnstartedFork>) -> SessionId {
         // If the session was closed in the meantime, the fork is destroyed when dropped.
         let _ = self.fork.send(fork);
         self.id
@@ -59,7 +61,7 @@ impl Sessions {
         let reservations = self.reserve_for_forks(owner, id, names)?;
         let wanted = ForksWanted {
             count,
-            undoable: self.inner.settings.undo != Undo::Off,
+            undoable: self.inner.settings.undo != UndoPolicy::Off,
         };
         let forked = match self
             .fork_of(owner, id, &source, wanted, &CancellationToken::new())
@@ -199,7 +201,7 @@ impl Sessions {
         owner: &Principal,
         id: SessionId,
         note: String,
-        shared: Arc<Shared>,
+        shared: Arc<SharedSession>,
     ) -> Reservation {
         let (fork, arrival) = oneshot::channel();
         let origin = SessionOrigin::Fork {
@@ -217,7 +219,7 @@ impl Sessions {
         source: &SessionId,
         name: &str,
         note: String,
-        shared: Arc<Shared>,
+        shared: Arc<SharedSession>,
     ) -> Result<Reservation, Refused> {
         let mut table = self.table();
         if table.closing {
@@ -243,7 +245,7 @@ impl Sessions {
         owner: &Principal,
         source: &SessionId,
         name: &str,
-        fork: Fork,
+        fork: UnstartedFork,
         seed: u64,
     ) -> Result<DriverHandle, Refused> {
         let (hand, arrival) = oneshot::channel();
@@ -267,10 +269,10 @@ impl Sessions {
         source: &DriverHandle,
         wanted: ForksWanted,
         cancel: &CancellationToken,
-    ) -> Result<Forked, Refused> {
+    ) -> Result<ForkedSession, Refused> {
         let (reply, answer) = oneshot::channel();
         let forked = self
-            .ask(source, Job::Fork { wanted, reply }, answer, cancel)
+            .ask(source, SessionJob::Fork { wanted, reply }, answer, cancel)
             .await;
         forked.unwrap_or_else(|error| Err(self.explained(owner, id, error)))
     }

@@ -117,7 +117,7 @@ impl Setting {
 
 fn undo_of(checkpoints: usize, files: u64) -> SessionSettings {
     SessionSettings {
-        undo: Undo::On { checkpoints, files },
+        undo: UndoPolicy::On { checkpoints, files },
         ..SessionSettings::default()
     }
 }

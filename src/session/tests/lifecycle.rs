@@ -13,7 +13,7 @@ use tokio_util::sync::CancellationToken;
 use crate::runner_client::FileFailure;
 use crate::sandbox::fake::FakeBackend;
 use crate::sandbox::{Exit, LayerState, OuterMemory, Preparation};
-use crate::session::driver::Job;
+use crate::session::driver::SessionJob;
 use crate::session::images::tests::png;
 use crate::session::*;
 
@@ -37,7 +37,7 @@ pub(super) fn setting_with(backend: FakeBackend, settings: SessionSettings) -> S
 /// Settings without copies, for tests of the steps around a cell.
 pub(super) fn without_undo() -> SessionSettings {
     SessionSettings {
-        undo: Undo::Off,
+        undo: UndoPolicy::Off,
         ..SessionSettings::default()
     }
 }
@@ -906,7 +906,7 @@ async fn who_asks_a_session_that_could_not_begin_and_is_gone_already_is_told_why
     let (reply, _answer) = tokio::sync::oneshot::channel();
     let error = setting
         .sessions
-        .submit_as(&entry, 1, Job::List { reply })
+        .submit_as(&entry, 1, SessionJob::List { reply })
         .unwrap_err();
     let refused = setting.sessions.explained(&owner(), &id("a"), error);
     assert!(

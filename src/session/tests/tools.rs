@@ -14,7 +14,9 @@ use super::lifecycle::{Setting, id, owner, request, setting_with, text, without_
 use crate::approval::{Fingerprint, Policy};
 use crate::sandbox::fake::FakeBackend;
 use crate::session::servers::{ServerReport, ServerRequest, ServerSetup};
-use crate::session::tools::{Broker, CallEnd, ToolCall, ToolReason, ToolRefused, ToolReply, Tools};
+use crate::session::tools::{
+    Broker, CallEnd, ToolReason, ToolRefused, ToolReply, Tools, UpstreamToolCall,
+};
 use crate::session::*;
 
 /// Has the servers `notes`, for all owners, and `private`, for `ann`. Tools: `echo`, `fail`,
@@ -118,7 +120,7 @@ impl Broker for FakeBroker {
         &self,
         owner: &Principal,
         session: &SessionId,
-        call: ToolCall,
+        call: UpstreamToolCall,
         tell: &(dyn Fn(String) + Send + Sync),
     ) -> Result<ToolReply, ToolRefused> {
         if call.fingerprint

@@ -14,11 +14,11 @@ use crate::fixtures::{
 };
 use crate::greeting::told;
 use crate::{
-    CallError, CallOptions, ConnectError, Era, Limits, Progress, Reason, ServerParams, ToolState,
-    Upstream,
+    CallError, CallErrorCode, CallOptions, CallProgress, ConnectError, Era, ServerLimits,
+    ServerParams, ToolState, Upstream,
 };
 
-async fn refused(script: Value, limits: Limits) -> ConnectError {
+async fn refused(script: Value, limits: ServerLimits) -> ConnectError {
     let mut settings = settings();
     settings.limits = limits;
     Upstream::connect(&name("fixture"), &child(script), &settings)
@@ -26,7 +26,7 @@ async fn refused(script: Value, limits: Limits) -> ConnectError {
         .unwrap_err()
 }
 
-fn reason(result: Result<crate::CallReply, CallError>) -> Reason {
+fn reason(result: Result<crate::CallReply, CallError>) -> CallErrorCode {
     result.unwrap_err().reason()
 }
 
@@ -93,7 +93,7 @@ async fn tools_that_cannot_be_used_are_noted_and_spoil_no_other() {
     );
     assert_eq!(
         reason(call(&upstream, "ev\u{202e}il", json!({})).await),
-        Reason::Unknown
+        CallErrorCode::Unknown
     );
 }
 
@@ -111,9 +111,9 @@ async fn all_pages_of_the_list_are_read() {
 
 #[tokio::test]
 async fn a_list_that_never_ends_or_is_too_long_is_refused() {
-    let small = Limits {
+    let small = ServerLimits {
         largest_list: 1_000_000,
-        ..Limits::default()
+        ..ServerLimits::default()
     };
     for (list, words) in [
         ("repeat", "a page that has been read"),
@@ -124,9 +124,9 @@ async fn a_list_that_never_ends_or_is_too_long_is_refused() {
         let error = told(&refused(json!({"list": list}), small.clone()).await);
         assert!(error.contains(words), "{list}: {error}");
     }
-    let few = Limits {
+    let few = ServerLimits {
         most_tools: 5,
-        ..Limits::default()
+        ..ServerLimits::default()
     };
     assert!(
         refused(json!({}), few)
@@ -138,7 +138,7 @@ async fn a_list_that_never_ends_or_is_too_long_is_refused() {
 
 #[tokio::test]
 async fn a_program_that_ends_at_once_says_why() {
-    let error = refused(json!({"ends_at_once": true}), Limits::default()).await;
+    let error = refused(json!({"ends_at_once": true}), ServerLimits::default()).await;
     assert!(matches!(&error, ConnectError::Ended { .. }), "{error:?}");
     assert!(
         error
@@ -215,7 +215,7 @@ async fn variables_reach_the_server_and_no_message() {
 
 #[tokio::test]
 async fn what_was_filled_in_does_not_come_back_to_whoever_calls() {
-    let told: Arc<Mutex<Vec<Progress>>> = Arc::default();
+    let told: Arc<Mutex<Vec<CallProgress>>> = Arc::default();
     let calls = async |environment: Value| {
         let upstream = connect(&child_with(json!({}), environment)).await;
         let reply = call(&upstream, "leaks", json!({})).await.unwrap();
@@ -274,7 +274,7 @@ async fn arguments_that_do_not_fit_are_not_sent() {
     let many: Vec<u32> = (0..5000).collect();
     assert_eq!(
         reason(call(&upstream, "echo", json!({"text": many})).await),
-        Reason::Invalid
+        CallErrorCode::Invalid
     );
     // Controls: small and large.
     assert!(call(&upstream, "echo", json!({"number": 7})).await.is_ok());
@@ -301,19 +301,19 @@ async fn results_of_every_kind_have_their_reason() {
     assert!(call(&upstream, "fails", json!({})).await.unwrap().is_error);
     assert_eq!(
         reason(call(&upstream, "wrong", json!({})).await),
-        Reason::Protocol
+        CallErrorCode::Protocol
     );
     assert_eq!(
         reason(call(&upstream, "refuses", json!({})).await),
-        Reason::Protocol
+        CallErrorCode::Protocol
     );
     assert_eq!(
         reason(call(&upstream, "input", json!({})).await),
-        Reason::Protocol
+        CallErrorCode::Protocol
     );
     assert_eq!(
         reason(call_with(&upstream, "slow", json!({}), quickly()).await),
-        Reason::Timeout
+        CallErrorCode::Timeout
     );
     assert!(call(&upstream, "echo", json!({})).await.is_ok());
 }
@@ -329,7 +329,7 @@ async fn a_result_that_is_too_large_fails_alone() {
     let error = call(&upstream, "big", json!({"bytes": 200_000}))
         .await
         .unwrap_err();
-    assert_eq!(error.reason(), Reason::TooLarge);
+    assert_eq!(error.reason(), CallErrorCode::TooLarge);
     // Control, on the same connection.
     let reply = call(&upstream, "big", json!({"bytes": 90_000}))
         .await
@@ -424,9 +424,12 @@ async fn a_call_that_is_cancelled_or_dropped_or_late_is_told_to_the_server() {
             _ => {}
         }
         assert_eq!(noted("cancelled").await, request, "{way}");
-        let expected = [("cancel", Reason::Cancelled), ("timeout", Reason::Timeout)]
-            .into_iter()
-            .find(|(name, _)| *name == way);
+        let expected = [
+            ("cancel", CallErrorCode::Cancelled),
+            ("timeout", CallErrorCode::Timeout),
+        ]
+        .into_iter()
+        .find(|(name, _)| *name == way);
         assert_eq!(
             task.await.ok().map(reason),
             expected.map(|(_, reason)| reason),
@@ -438,7 +441,7 @@ async fn a_call_that_is_cancelled_or_dropped_or_late_is_told_to_the_server() {
 #[tokio::test]
 async fn progress_is_told_in_order_and_keeps_a_call_alive() {
     let upstream = connect(&child(json!({}))).await;
-    let told: Arc<Mutex<Vec<Progress>>> = Arc::default();
+    let told: Arc<Mutex<Vec<CallProgress>>> = Arc::default();
     let sink = Arc::clone(&told);
     let options = CallOptions {
         progress: Some(Arc::new(move |step| sink.lock().unwrap().push(step))),
@@ -457,7 +460,7 @@ async fn progress_is_told_in_order_and_keeps_a_call_alive() {
         matches!(error, CallError::Timeout { time, .. } if time >= Duration::from_millis(100)),
         "{error:?}"
     );
-    let steps = |told: &[Progress]| told.iter().map(|step| step.progress).collect::<Vec<f64>>();
+    let steps = |told: &[CallProgress]| told.iter().map(|step| step.progress).collect::<Vec<f64>>();
     assert_eq!(
         steps(&std::mem::take(&mut *told.lock().unwrap())),
         [1.0, 3.0, 4.0]
@@ -533,7 +536,7 @@ async fn a_tool_that_changes(upstream: &Upstream) {
         "the tool \"echo\" of the server fixture has changed since it was registered, so it is not \
          called; register the server again to use it"
     );
-    assert_eq!(error.reason(), Reason::Unavailable);
+    assert_eq!(error.reason(), CallErrorCode::Unavailable);
     let gone = call(upstream, "pid", json!({})).await.unwrap_err();
     assert!(
         gone.to_string().contains("is gone since it was registered"),
@@ -560,7 +563,7 @@ async fn a_server_that_died_is_started_again_and_the_call_is_not_repeated() {
     let before = process(&upstream).await;
     let error = call(&upstream, "die", json!({})).await.unwrap_err();
     assert!(matches!(error, CallError::Interrupted { .. }), "{error}");
-    assert_eq!(error.reason(), Reason::Unavailable);
+    assert_eq!(error.reason(), CallErrorCode::Unavailable);
     assert!(
         error
             .to_string()
@@ -691,7 +694,7 @@ async fn closing_waits_until_the_program_is_gone() {
     assert!(!is_alive(process));
     assert_eq!(
         reason(call(&upstream, "echo", json!({})).await),
-        Reason::Unavailable
+        CallErrorCode::Unavailable
     );
 }
 
@@ -796,7 +799,7 @@ async fn a_server_that_was_replaced_is_closed_although_a_call_goes_on() {
         tokio::task::yield_now().await;
     }
     upstream.retire(Duration::from_millis(50)).await;
-    assert_eq!(reason(running.await.unwrap()), Reason::Unavailable);
+    assert_eq!(reason(running.await.unwrap()), CallErrorCode::Unavailable);
     assert!(!is_alive(process));
 }
 

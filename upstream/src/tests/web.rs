@@ -33,11 +33,11 @@ use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
-use crate::fixtures::{Script, call, call_with, name, settings};
+use crate::fixtures::{ServerScript, call, call_with, name, settings};
 use crate::greeting::told;
 use crate::{
-    AddressPolicy, CallError, CallOptions, ConnectError, Era, Owner, Reason, RegisterError,
-    Registry, ServerParams, Settings, Upstream,
+    AddressPolicy, CallError, CallErrorCode, CallOptions, ConnectError, ConnectSettings, Era,
+    Owner, RegisterError, Registry, ServerParams, Upstream,
 };
 
 /// A server on this machine, stopped on drop.
@@ -211,14 +211,14 @@ async fn calls_over_http_run_at_a_time_and_can_be_cancelled() {
 
 /// A server of the older era, without a library. Its responses are plain JSON.
 struct Plain {
-    script: Mutex<Script>,
+    script: Mutex<ServerScript>,
     session: Mutex<usize>,
     largest: usize,
 }
 
 fn plain(script: Value) -> Arc<Plain> {
     Arc::new(Plain {
-        script: Mutex::new(Script::new(script)),
+        script: Mutex::new(ServerScript::new(script)),
         session: Mutex::new(0),
         largest: 1_000_000_000,
     })
@@ -298,14 +298,14 @@ async fn answers_over_http_are_bounded_and_fail_alone() {
     let error = call(&upstream, "big", json!({"bytes": 200_000}))
         .await
         .unwrap_err();
-    assert_eq!(error.reason(), Reason::TooLarge, "{error}");
+    assert_eq!(error.reason(), CallErrorCode::TooLarge, "{error}");
     assert!(
         call(&upstream, "big", json!({"bytes": 90_000}))
             .await
             .is_ok()
     );
     let error = call(&upstream, "fails", json!({})).await.unwrap_err();
-    assert_eq!(error.reason(), Reason::Protocol, "{error}");
+    assert_eq!(error.reason(), CallErrorCode::Protocol, "{error}");
     assert!(error.to_string().contains("500"), "{error}");
 }
 
@@ -323,7 +323,7 @@ async fn a_server_that_cannot_be_reached_is_told_from_a_call_that_was_lost() {
             Err(error) => break error,
         }
     };
-    assert_eq!(error.reason(), Reason::Unavailable, "{error}");
+    assert_eq!(error.reason(), CallErrorCode::Unavailable, "{error}");
     assert!(!error.to_string().contains("/mcp"), "{error}");
     // Control: the server is back at the same address.
     let _local = Local::serve_at(address, plain_router(server)).await;
@@ -437,9 +437,9 @@ impl Resolver for Here {
     }
 }
 
-fn public_only(allowed: &[&str]) -> Settings {
+fn public_only(allowed: &[&str]) -> ConnectSettings {
     let allowed = allowed.iter().map(|name| (*name).to_owned()).collect();
-    Settings {
+    ConnectSettings {
         addresses: AddressPolicy::PublicOnly { allowed },
         resolver: Arc::new(Here),
         ..settings()
@@ -518,7 +518,7 @@ struct Older {
     endpoint: Option<String>,
 }
 
-type OlderStream = (mpsc::UnboundedSender<Value>, Arc<Mutex<Script>>);
+type OlderStream = (mpsc::UnboundedSender<Value>, Arc<Mutex<ServerScript>>);
 
 impl Older {
     fn router(self) -> Router {
@@ -535,7 +535,7 @@ async fn older_stream(State(server): State<Older>) -> impl IntoResponse {
     let session = streams.len();
     streams.insert(
         session,
-        (sender, Arc::new(Mutex::new(Script::new(json!({}))))),
+        (sender, Arc::new(Mutex::new(ServerScript::new(json!({}))))),
     );
     let endpoint = server
         .endpoint
@@ -592,7 +592,7 @@ async fn the_older_event_stream_is_spoken() {
     let error = call(&upstream, "big", json!({"bytes": 200_000}))
         .await
         .unwrap_err();
-    assert_eq!(error.reason(), Reason::TooLarge, "{error}");
+    assert_eq!(error.reason(), CallErrorCode::TooLarge, "{error}");
     // A stream that ends during a call loses the call, and the next call opens a new stream.
     let lost = tokio::spawn({
         let upstream = upstream.clone();
