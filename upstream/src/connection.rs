@@ -1,7 +1,7 @@
 //! One live connection to a server: listing tools, and calls.
 //!
-//! Every failed request has one of a few outcomes (`CallFailure`). The outcome determines whether the
-//! server may have executed the request.
+//! Every failed request has one of a few outcomes (`CallFailure`). The outcome determines whether
+//! the server may have executed the request.
 
 use std::collections::HashSet;
 use std::error::Error;

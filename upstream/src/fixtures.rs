@@ -1,7 +1,7 @@
 //! Servers for tests.
 //!
-//! `ServerScript` is a small server without a library: it sends exactly what a test requires, right or
-//! wrong. It runs as a child process, which is this test program started again with only
+//! `ServerScript` is a small server without a library: it sends exactly what a test requires, right
+//! or wrong. It runs as a child process, which is this test program started again with only
 //! `child_server`, or behind HTTP (`tests/web.rs`).
 
 use std::io::{BufRead, Write};

@@ -1,8 +1,8 @@
 //! Expands variables of the host in parameters, and masks their values in output.
 //!
 //! `${NAME}` is replaced in every text when a connection is made. All unknown names are reported
-//! together. The values are remembered as secrets: [`SecretMask`] removes them from everything that a
-//! server sends.
+//! together. The values are remembered as secrets: [`SecretMask`] removes them from everything that
+//! a server sends.
 //!
 //! Errors and logs are masked more strictly than results. They lose every whole header and
 //! environment variable. Results are data that users work with, so only values of `${NAME}` are

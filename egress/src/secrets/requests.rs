@@ -2,8 +2,8 @@
 //!
 //! Placeholders consist of characters that no encoding changes, so they are found by plain search,
 //! except within `Basic` credentials, which are decoded first. The value is encoded for the place
-//! where it is inserted. A placeholder that may not be replaced stays unchanged, and a [`RequestNote`]
-//! reports it.
+//! where it is inserted. A placeholder that may not be replaced stays unchanged, and a
+//! [`RequestNote`] reports it.
 
 use std::collections::BTreeSet;
 use std::fmt;
