@@ -25,10 +25,12 @@ def ask(number, what, **more):
     say(type='ask', id=calls._execution, ask=number, what=what, **more)
 def wish(number, text):
     ask(number, 'call_tool', server='notes', tool='echo', arguments={'text': text})
-def told():
+def wait(call):
     with calls._gate.held():
-        while question.answer is None:
-            calls._wait(question)
+        while call.answer is None:
+            calls._wait(call)
+def told():
+    wait(question)
     return question.answer['ok'], question.answer.get('reason'), [block['text'] for block in \
     question.answer.get('content') or []]
 calls._pending[1000] = question
@@ -142,9 +144,15 @@ fn the_answer_to_a_question_that_was_taken_back_allows_nothing_else() {
     let server = started(&scene, &["--workspace", folder.path().to_str().unwrap()]);
     let session = server.session();
     let code = "
+withdrawal = host_calls._PendingCall()
+withdrawal.number = 1001
+calls._pending[1001] = withdrawal
 open('shown').read()
 ask(1001, 'withdraw', of=1000)
-question.answer = None
+# Until the host has it, the request that was shown is the one that is pending.
+wait(withdrawal)
+calls._remove(withdrawal)
+question.answer, calls._pending[1000] = None, question
 wish(1000, 'another')
 open('taken-back', 'w').close()
 while True:
