@@ -441,8 +441,8 @@ fn live_sessions(undo: &str, mebibytes: u64) -> anyhow::Result<()> {
     let (mut server, _) = start_in(group.as_ref().ok(), undo)?;
     let start = Instant::now();
     for number in 0..LIVE_SESSIONS {
-        // A session that was killed for want of memory, here or later, is one that does not answer
-        // below.
+        // A session that was killed because memory ran out, here or later, is one that does not
+        // answer below.
         let _ = server.execute(
             &format!("s{number}"),
             &format!("import numpy, pandas; x = {number}"),

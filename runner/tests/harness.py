@@ -35,7 +35,7 @@ _FINAL_FRAMES = (
 )
 
 # Nothing in these tests takes this long. A test that waits longer has found a bug.
-PATIENCE = 20
+TIMEOUT = 20
 
 
 class Died(Exception):
@@ -108,7 +108,7 @@ class Runner:
         self.workdir = tempfile.mkdtemp(prefix="runner-test-")
         self.scratch = tempfile.mkdtemp(prefix="runner-test-") if scratch else None
         self._checkpoints = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._checkpoints.settimeout(PATIENCE)
+        self._checkpoints.settimeout(TIMEOUT)
         address = f"cellblock-test-{os.getpid()}-{os.path.basename(self.workdir)}"
         self._checkpoints.bind("\0" + address)
         self._checkpoints.listen()
@@ -180,14 +180,14 @@ class Runner:
         checkpoint = self.branch(**options)
         self.run(code)
         self.process.kill()
-        self.process.wait(PATIENCE)
+        self.process.wait(TIMEOUT)
         return checkpoint.spawn(b"u")
 
     def close(self) -> int:
         """Closes the channel, waits for the runner and returns its exit status."""
         self._channel.close()
         try:
-            status = self.process.wait(PATIENCE)
+            status = self.process.wait(TIMEOUT)
         except subprocess.TimeoutExpired:
             self.process.kill()
             raise
@@ -348,7 +348,7 @@ class Runner:
             sources.append(self._channel)
         if not self._channel_is_open and not self._pipes:
             return False
-        readable, _, _ = select.select(sources, [], [], PATIENCE)
+        readable, _, _ = select.select(sources, [], [], TIMEOUT)
         if not readable:
             raise TimeoutError("the runner sent nothing")
         for index, pipe in enumerate(list(self._pipes)):
@@ -406,7 +406,7 @@ class Checkpoint:
         self.whole = whole
         self._source = source
         self._orders = orders
-        self._orders.settimeout(PATIENCE)
+        self._orders.settimeout(TIMEOUT)
         self._copies: list[Copy] = []
 
     def spawn(self, gate: bytes) -> Copy:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from cellblock_runner import fork_state
 
-from .harness import PATIENCE, Copy, Died, Result, Runner
+from .harness import TIMEOUT, Copy, Died, Result, Runner
 
 _has_numpy = unittest.skipUnless(find_spec("numpy"), "skipped: needs numpy")
 
@@ -87,7 +87,7 @@ class Undoing(BranchTest):
         self.run_ok(self.source, "x = 1")
         checkpoint = self.source.branch()
         self.source.process.kill()
-        self.source.process.wait(PATIENCE)
+        self.source.process.wait(TIMEOUT)
         for _ in range(3):
             copy = checkpoint.spawn(b"u")
             self.assert_shows(copy, "x += 1\nx", "value:2")
@@ -938,7 +938,7 @@ class Folders(BranchTest):
                 f"open('{number}', 'w').write('{number}'); open('all', 'a').write('{number}')",
             )
         self.source.process.kill()
-        self.source.process.wait(PATIENCE)
+        self.source.process.wait(TIMEOUT)
         for number, checkpoint in reversed(list(enumerate(checkpoints))):
             copy = checkpoint.spawn(b"u")
             expected = [str(earlier) for earlier in range(number)] + (["all"] if number else [])

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from cellblock_runner import threads
 
-from .harness import PATIENCE, Copy, Result, Runner
+from .harness import TIMEOUT, Copy, Result, Runner
 from .test_branch import _can_mount
 
 
@@ -1134,7 +1134,7 @@ def _end(copy: Copy) -> None:
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(process, signal.SIGKILL)
     for process in processes:
-        select.select([process], [], [], PATIENCE)
+        select.select([process], [], [], TIMEOUT)
         os.close(process)
     copy.hang_up()
 

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 
 from cellblock_runner import variables
 
-from .harness import PATIENCE, RUNNER, Fresh, Runner
+from .harness import TIMEOUT, RUNNER, Fresh, Runner
 
 
 def python(code: str, environment: dict[str, str] | None = None) -> str:
@@ -137,13 +137,13 @@ class Zygotes(unittest.TestCase):
     def start(self) -> tuple[subprocess.Popen[bytes], socket.socket, socket.socket]:
         """Returns a zygote with its socket and the socket on which copies are ordered."""
         copies = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        copies.settimeout(PATIENCE)
+        copies.settimeout(TIMEOUT)
         self.addCleanup(copies.close)
         address = f"cellblock-zygote-{os.getpid()}-{id(self)}"
         copies.bind("\0" + address)
         copies.listen()
         warden, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        warden.settimeout(PATIENCE)
+        warden.settimeout(TIMEOUT)
         self.addCleanup(warden.close)
         command = [
             sys.executable,
@@ -186,7 +186,7 @@ class Zygotes(unittest.TestCase):
         warden.send(json.dumps({"do": "park"}).encode())
         orders, _ = copies.accept()
         self.addCleanup(orders.close)
-        self.assertEqual(process.wait(PATIENCE), 1, "an original that is let go ends")
+        self.assertEqual(process.wait(TIMEOUT), 1, "an original that is let go ends")
         for gate in (b"g", b"p"):
             session = Fresh(orders, gate, work)
             self.assertNotIn("lost", session.hello)
@@ -204,13 +204,13 @@ class Zygotes(unittest.TestCase):
         process, warden, _ = self.start()
         self.warm_up(warden, "/")
         warden.send(b'{"do": "dance"}')
-        self.assertEqual(process.wait(PATIENCE), 1)
+        self.assertEqual(process.wait(TIMEOUT), 1)
 
     def test_a_zygote_ends_with_its_warden(self) -> None:
         process, warden, _ = self.start()
         self.warm_up(warden, "/")
         warden.close()
-        self.assertEqual(process.wait(PATIENCE), 0)
+        self.assertEqual(process.wait(TIMEOUT), 0)
 
 
 class Reseeding(unittest.TestCase):

@@ -1,4 +1,4 @@
-//! The jobs: work that outlasts its caller's patience, until somebody asks for it.
+//! Jobs: work that takes longer than its call waits. `check_execution` collects the result.
 //!
 //! Cells are kept by their sessions, also when this process ends. What is not a cell (an
 //! exploration, an installation) is kept here: it goes on in a task of its own, and

@@ -10,7 +10,7 @@ use tokio::io::AsyncWriteExt;
 
 use super::schema::{
     Description, Reach, ToolEffect, object, overwrite_schema, path_schema, session_schema,
-    transfer_schema,
+    transfer_fields, transfer_schema,
 };
 use super::{Arguments, SessionArgument, ToolDefinition};
 use crate::auth::Scope;
@@ -201,7 +201,7 @@ fn downloaded(session: &SessionId, relpath: &str, local_path: &str, bytes: u64) 
     let text = format!(
         "Copied {bytes} bytes from \"{relpath}\" of session \"{session}\" to \"{local_path}\"."
     );
-    let structured = json!({"session_id": session.as_str(), "relpath": relpath, "bytes": bytes});
+    let structured = transfer_fields(session, relpath, bytes);
     finished(vec![ContentBlock::text(text)], structured, false)
 }
 
@@ -218,8 +218,7 @@ fn inline_file(session: &SessionId, relpath: &InsidePath, bytes: &[u8]) -> CallT
         (_, Ok(text)) => ContentBlock::embedded_text(uri, text),
         (_, Err(_)) => ContentBlock::resource(ResourceContents::blob(STANDARD.encode(bytes), uri)),
     };
-    let structured =
-        json!({"session_id": session.as_str(), "relpath": relpath.as_str(), "bytes": bytes.len()});
+    let structured = transfer_fields(session, relpath.as_str(), bytes.len() as u64);
     finished(vec![content], structured, false)
 }
 

@@ -236,6 +236,21 @@ impl Catalogue {
             defaults: &self.defaults,
         })
     }
+
+    /// Reads the arguments of a call. Returns the session that it begins without naming it, and the
+    /// work that is left.
+    fn begin<'a>(
+        &self,
+        row: &ToolRow,
+        given: JsonObject,
+        tool_context: ToolContext<'a>,
+    ) -> Result<(Option<SessionId>, BoxFuture<'a, CallToolResponse>), BadArgument> {
+        let is_named = session_as_written(Some(&given)).is_some();
+        let arguments = self.arguments(row.entry.name, row.session, given)?;
+        let begins_unnamed = row.session == SessionArgument::MayBegin && !is_named;
+        let unnamed = begins_unnamed.then(|| arguments.session());
+        Ok((unnamed, (row.begin)(arguments, tool_context)?))
+    }
 }
 
 #[async_trait]
@@ -255,18 +270,8 @@ impl Toolbox for Catalogue {
         arguments: JsonObject,
     ) -> CallToolResponse {
         let row = find(tool.name).expect("the handler has found it");
-        let is_named = session_as_written(Some(&arguments)).is_some();
-        let mut unnamed = None;
-        let begun = self
-            .arguments(tool.name, row.session, arguments)
-            .and_then(|arguments| {
-                if row.session == SessionArgument::MayBegin && !is_named {
-                    unnamed = Some(arguments.session());
-                }
-                (row.begin)(arguments, tool_context)
-            });
-        let work = match begun {
-            Ok(work) => work,
+        let (unnamed, work) = match self.begin(row, arguments, tool_context) {
+            Ok(begun) => begun,
             Err(bad) => return render::refused(&bad).into(),
         };
         let _slot = match tool_context.server.call_slot(tool_context.owner) {

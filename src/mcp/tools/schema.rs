@@ -109,6 +109,11 @@ pub(super) fn transfer_schema() -> Value {
     }))
 }
 
+/// The fields of `transfer_schema` for a file that was copied.
+pub(super) fn transfer_fields(session: &SessionId, relpath: &str, bytes: u64) -> Value {
+    json!({"session_id": session.as_str(), "relpath": relpath, "bytes": bytes})
+}
+
 pub(super) fn checkpoints_schema() -> Value {
     json!({"type": "array", "description": "Each: cells, before (its first line), age_seconds."})
 }

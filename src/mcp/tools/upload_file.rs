@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 
 use super::schema::{
     Description, Reach, ToolEffect, object, overwrite_schema, path_schema, session_schema,
-    transfer_schema,
+    transfer_fields, transfer_schema,
 };
 use super::{Arguments, SessionArgument, ToolDefinition};
 use crate::auth::Scope;
@@ -211,8 +211,11 @@ fn uploaded(session: &SessionId, relpath: &str, bytes: u64) -> CallToolResult {
     let text = format!(
         "Copied {bytes} bytes to \"{relpath}\" in the working folder of session \"{session}\"."
     );
-    let structured = json!({"session_id": session.as_str(), "relpath": relpath, "bytes": bytes});
-    finished(vec![ContentBlock::text(text)], structured, false)
+    finished(
+        vec![ContentBlock::text(text)],
+        transfer_fields(session, relpath, bytes),
+        false,
+    )
 }
 
 #[cfg(test)]
